@@ -1,0 +1,95 @@
+"""What a transport is: one-sided writes from this worker's KV memory into a peer's, with an end that can be forced.
+
+Life of a write:
+
+    submit ─► on the wire ─► DONE       the bytes are in the reader's memory
+                        └──► FAILED     may still land (with newer content) until the channel is closed
+
+Only DONE, or a closed channel, is terminal: blocks under a FAILED or unfinished write stay quarantined until `Channel.close`
+returns. That is the fence. A transport has one channel, and one listener, for each peer epoch, so that fencing one peer
+disturbs no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """The KV memory of this worker, mapped in this process."""
+
+    address: int  # of the first byte in this process
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One process start of one worker."""
+
+    worker_id: str
+    epoch: str
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Copy ``num_bytes`` from ``source_offset`` of our region to ``target_offset`` of the reader's region."""
+
+    source_offset: int
+    target_offset: int
+    num_bytes: int
+    ticket_id: str  # a transport that can check it at the reader fences by ticket
+
+
+class WriteState(StrEnum):
+    PENDING = "pending"
+    DONE = "done"
+    FAILED = "failed"
+
+
+class Listener(Protocol):
+    """The reader's end towards one peer."""
+
+    @property
+    def segment(self) -> str:
+        """What the writer must know to connect; travels inside a grant, at most 4 KB of text."""
+
+    def allow(self, ticket_id: str) -> None:
+        """Writes of this ticket may land from now on."""
+
+    def revoke(self, ticket_id: str) -> bool:
+        """Forbid the ticket. True: no write of it can land any more. False: only `close` makes sure of that."""
+
+    def close(self) -> None:
+        """Fence: when this returns nothing that the peer sent can land. At most 2 s, else TransferError."""
+
+
+class Channel(Protocol):
+    """The writer's end towards one reader."""
+
+    def submit(self, writes: Sequence[Write]) -> list[int]:
+        """Start each write; returns an id for each. May block for as long as the peer is frozen: one thread for each peer.
+
+        Raises TransferError where nothing was started.
+        """
+
+    def poll(self, ids: Sequence[int]) -> Mapping[int, WriteState]:
+        """States of these ids; an id reported DONE or FAILED is forgotten. Never blocks."""
+
+    def close(self) -> None:
+        """Fence: when this returns no write of this channel can land any more."""
+
+
+class Transport(Protocol):
+    """Built once in the transfer process, over the whole KV memory. Constructors open nothing."""
+
+    name: str
+
+    def listen(self, region: Region, peer: Peer) -> Listener:
+        """Make the region writable by that peer. Raises TransportUnavailable, TransferError."""
+
+    def connect(self, region: Region, peer: Peer, segment: str) -> Channel:
+        """Reach the memory behind a segment that the peer's `listen` gave. Raises TransferError."""

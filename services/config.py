@@ -1,0 +1,357 @@
+"""Every setting of pdray: frozen dataclasses filled from YAML, environment and command line, in that order of rising weight.
+
+This module is the only reader of ``os.environ`` and the only setter of Mooncake's ``MC_*`` variables.
+Unknown keys are errors, and an error starts with the dotted path of the key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import types
+import typing
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from kvstore.errors import ConfigError
+
+ROLES = ("prefill", "decode", "mixed")
+DTYPES = ("auto", "bfloat16", "float32")
+ENV_PREFIX = "PDRAY_"
+
+
+def _require(ok: bool, path: str, message: str) -> None:
+    if not ok:
+        raise ConfigError(f"{path} {message}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which model, and how it is loaded."""
+
+    path: str = "default"
+    """Folder, hub id, GGUF file, or ``default`` (SmolLM2-135M-Instruct)."""
+    served_name: str = ""
+    """Name in the OpenAI API; empty: the prepared model's own name."""
+    dtype: str = "auto"
+    """Of weights and KV. ``auto``: bfloat16 where the CPU has AVX-512 bf16 or AMX, else float32."""
+    max_model_len: int = 0
+    """Tokens of prompt and answer together; 0: the model's own limit, at most 8192."""
+    cache_dir: str = ""
+    """Where prepared models lie; empty: ``~/.cache/pdray/models``."""
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        _require(self.dtype in DTYPES, "model.dtype", f"must be one of {DTYPES}, got {self.dtype!r}")
+        _require(self.max_model_len >= 0, "model.max_model_len", f"must not be negative, got {self.max_model_len}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """The engine of one worker."""
+
+    block_size: int = 16
+    """Tokens per KV block."""
+    num_blocks: int = 0
+    """KV blocks of a worker; 0: from ``kv_memory_bytes``."""
+    kv_memory_bytes: int = 512 << 20
+    """Memory for KV where ``num_blocks`` is 0."""
+    max_num_batched_tokens: int = 512
+    """Token budget of a step; also the longest prefill chunk."""
+    max_num_seqs: int = 64
+    """Sequences that may run at once."""
+    num_threads: int = 0
+    """torch threads of a worker; 0: the machine's cores shared out among its workers."""
+    attention: str = "auto"
+    """Attention backend: ``reference`` or ``auto``."""
+    steps_kept: int = 256
+    """Steps shown at /debug/steps."""
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "max_num_batched_tokens", "max_num_seqs", "steps_kept"):
+            _require(getattr(self, name) >= 1, f"engine.{name}", f"must be at least 1, got {getattr(self, name)}")
+        _require(self.num_blocks >= 0, "engine.num_blocks", f"must not be negative, got {self.num_blocks}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferConfig:
+    """The hand-off between prefill and decode."""
+
+    transport: str = "auto"
+    """``mooncake``, ``tcp``, ``local``, ``module:Class``; ``auto``: mooncake where it imports and can be guarded, else tcp."""
+    protocol: str = "tcp"
+    """Mooncake's wire: ``tcp`` or ``rdma``."""
+    device: str = ""
+    """RDMA devices for Mooncake, comma separated; empty: its own discovery."""
+    digests: bool = True
+    """Verify each written extent with xxh3-64."""
+    layerwise: bool = True
+    """Push each layer when it is computed; off: all layers after the chunk's forward."""
+    lease_ms: int = 5000
+    lease_renew_ms: int = 1000
+    max_outstanding: int = 512
+    """Writes on the wire to one peer; the rest wait in our queue."""
+    fence_after_ms: int = 2000
+    """An aborted write not done by then is fenced by closing the peer's channel."""
+    throttle_bytes_per_s: int = 0
+    """Slows every write, for tests and benchmarks; 0: off."""
+
+    def __post_init__(self) -> None:
+        _require(self.protocol in ("tcp", "rdma"), "transfer.protocol", f"must be tcp or rdma, got {self.protocol!r}")
+        for name in ("lease_ms", "lease_renew_ms", "max_outstanding", "fence_after_ms"):
+            _require(getattr(self, name) >= 1, f"transfer.{name}", f"must be at least 1, got {getattr(self, name)}")
+        _require(
+            self.lease_renew_ms * 2 <= self.lease_ms,
+            "transfer.lease_renew_ms",
+            f"must be at most half of transfer.lease_ms ({self.lease_ms}), got {self.lease_renew_ms}",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetConfig:
+    """How long a request may take; no stage outlasts what is left."""
+
+    first_token_s: float = 60.0
+    idle_s: float = 60.0
+    """Longest gap between two tokens of a stream."""
+    total_s: float = 3600.0
+
+    def __post_init__(self) -> None:
+        for name in ("first_token_s", "idle_s", "total_s"):
+            _require(getattr(self, name) > 0, f"budget.{name}", f"must be positive, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """The front: HTTP, gRPC, text and the choice of a pair."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """HTTP; 0: a free one, registered and printed."""
+    grpc_port: int = 9000
+    """gRPC; 0: a free one."""
+    serve_port: int = 8001
+    """HTTP of Serve's own proxy, in what we start."""
+    serve_grpc_port: int = 9001
+    replicas: int = 1
+    policy: str = "cost"
+    """``cost`` (overlap, load, bookings), ``round-robin`` or ``least-loaded``."""
+    max_body_bytes: int = 8 << 20
+    max_queue: int = 1024
+    """Requests in the router at once; one more gets 503."""
+    timelines_kept: int = 1024
+    """Finished requests shown at /debug/requests."""
+    max_attempts: int = 3
+    """Tries of one request before its first streamed byte."""
+
+    def __post_init__(self) -> None:
+        for name in ("port", "grpc_port", "serve_port", "serve_grpc_port"):
+            value = getattr(self, name)
+            _require(0 <= value < 65536, f"router.{name}", f"must be a port number or 0, got {value}")
+        _require(
+            self.policy in ("cost", "round-robin", "least-loaded"),
+            "router.policy",
+            f"must be cost, round-robin or least-loaded, got {self.policy!r}",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RedisConfig:
+    """The metadata store. Hints only: nothing fails when it is down."""
+
+    url: str = "embedded"
+    """``embedded`` (a Valkey that `pdray serve` starts), ``none``, or redis://…, rediss://…"""
+    namespace: str = "default"
+    ttl_s: float = 15.0
+    """Life of a worker's keys after its last heartbeat."""
+    heartbeat_s: float = 3.0
+
+    def __post_init__(self) -> None:
+        _require(bool(self.namespace) and ":" not in self.namespace, "redis.namespace", "must not be empty or hold ':'")
+        _require(
+            0 < self.heartbeat_s * 2 <= self.ttl_s, "redis.heartbeat_s", f"must be at most half of redis.ttl_s ({self.ttl_s})"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """What all worker roles share."""
+
+    host: str = "127.0.0.1"
+    """Address to bind and to register; on a cluster the node's own."""
+    port: int = 0
+    drain_s: float = 60.0
+    """How long a stopping worker waits for its requests."""
+    stall_s: float = 5.0
+    """Work without progress for so long is a stall."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """One application. The counts are replicas of each deployment."""
+
+    prefill: int = 1
+    decode: int = 1
+    mixed: int = 0
+    secret: str = ""
+    """Shared by all processes of an application; signs calls and registrations, is never sent. Empty: `pdray serve` makes one."""
+    log_dir: str = ""
+    workers: tuple[str, ...] = ()
+    """Static addresses of workers, host:port; beside Redis and Ray, the third source of discovery."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
+    redis: RedisConfig = field(default_factory=RedisConfig)
+    worker: WorkerConfig = field(default_factory=WorkerConfig)
+
+    def __post_init__(self) -> None:
+        for name in ROLES:
+            _require(getattr(self, name) >= 0, name, f"must not be negative, got {getattr(self, name)}")
+
+    def check_pairs(self) -> None:
+        """Raise ConfigError where these replica counts could never answer a request."""
+        if self.mixed == 0 and (self.prefill == 0 or self.decode == 0):
+            raise ConfigError(
+                f"prefill={self.prefill}, decode={self.decode}, mixed=0 serves nothing: give both prefill and decode, or mixed"
+            )
+
+
+T = TypeVar("T")
+
+
+def _coerce(value: Any, kind: Any, path: str) -> Any:
+    """Turn a YAML, environment or command-line value into the field's type."""
+    if typing.get_origin(kind) is tuple:
+        items = value.split(",") if isinstance(value, str) else value
+        if not isinstance(items, list | tuple):
+            raise ConfigError(f"{path} must be a list, got {value!r}")
+        return tuple(str(v).strip() for v in items if str(v).strip())
+    if kind is bool:
+        if isinstance(value, bool):
+            return value
+        if str(value).lower() in ("1", "true", "yes", "on"):
+            return True
+        if str(value).lower() in ("0", "false", "no", "off"):
+            return False
+        raise ConfigError(f"{path} must be true or false, got {value!r}")
+    if kind in (int, float):
+        if isinstance(value, bool):
+            raise ConfigError(f"{path} must be a number, got {value!r}")
+        try:
+            return kind(value)
+        except (TypeError, ValueError):
+            raise ConfigError(f"{path} must be of type {kind.__name__}, got {value!r}") from None
+    if not isinstance(value, str | int | float):
+        raise ConfigError(f"{path} must be text, got {value!r}")
+    return str(value)
+
+
+def _build(cls: type[T], data: Mapping[str, Any], path: str) -> T:
+    hints = typing.get_type_hints(cls)
+    known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for key, value in data.items():
+        where = f"{path}.{key}" if path else key
+        if key not in known:
+            raise ConfigError(f"{where} is not a setting; known here: {', '.join(sorted(known))}")
+        kind = hints[key]
+        if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{where} must be a mapping, got {value!r}")
+            values[key] = _build(kind, value, where)
+        else:
+            values[key] = _coerce(value, kind, where)
+    return cls(**values)
+
+
+def _put(tree: MutableMapping[str, Any], dotted: str, value: Any) -> None:
+    *parents, leaf = dotted.split(".")
+    for name in parents:
+        node = tree.setdefault(name, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"{dotted}: {name} is not a section")
+        tree = node
+    tree[leaf] = value
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """PDRAY_ENGINE__BLOCK_SIZE=32 → {"engine.block_size": "32"}; unknown names are left alone, they may belong to others."""
+    known = set(_dotted_names(ServeConfig))
+    found = {}
+    for name, value in environ.items():
+        if name.startswith(ENV_PREFIX):
+            dotted = name[len(ENV_PREFIX) :].lower().replace("__", ".")
+            if dotted in known:
+                found[dotted] = value
+    return found
+
+
+def _dotted_names(cls: type, path: str = "") -> list[str]:
+    names: list[str] = []
+    hints = typing.get_type_hints(cls)
+    for f in dataclasses.fields(cls):
+        kind, where = hints[f.name], f"{path}{f.name}"
+        if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+            names += _dotted_names(kind, where + ".")
+        else:
+            names.append(where)
+    return names
+
+
+def load(
+    file: str | Path | None = None,
+    overrides: Mapping[str, Any] = types.MappingProxyType({}),
+    environ: Mapping[str, str] | None = None,
+) -> ServeConfig:
+    """Read a YAML file, then PDRAY_* variables, then ``overrides`` with dotted names; the later wins.
+
+    Raises:
+        ConfigError: an unknown key, a wrong type or an impossible value; the message starts with the dotted path.
+    """
+    tree: dict[str, Any] = {}
+    if file is not None:
+        try:
+            loaded = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        except (OSError, yaml.YAMLError) as exc:
+            raise ConfigError(f"config file {file}: {exc}") from None
+        if loaded is not None and not isinstance(loaded, dict):
+            raise ConfigError(f"config file {file} must hold a mapping")
+        tree = loaded or {}
+    for dotted, value in _from_environment(os.environ if environ is None else environ).items():
+        _put(tree, dotted, value)
+    for dotted, value in overrides.items():
+        if value is not None:
+            _put(tree, dotted, value)
+    return _build(ServeConfig, tree, "")
+
+
+def to_dict(config: ServeConfig) -> dict[str, Any]:
+    """Plain data that `from_dict` turns back into an equal ServeConfig (JSON and YAML safe)."""
+    data = dataclasses.asdict(config)
+    data["workers"] = list(config.workers)
+    return data
+
+
+def from_dict(data: Mapping[str, Any]) -> ServeConfig:
+    return _build(ServeConfig, data, "")
+
+
+def set_mooncake_environment(config: TransferConfig, environ: MutableMapping[str, str] | None = None) -> None:
+    """Set Mooncake's MC_* variables; call before it is imported, in the transfer process only."""
+    env = os.environ if environ is None else environ
+    env.setdefault("MC_LOG_LEVEL", "ERROR")
+    env.setdefault("GLOG_minloglevel", "2")
+    env.setdefault("MC_TCP_ENABLE_CONNECTION_POOL", "1")
+    if config.protocol == "tcp":
+        env.setdefault("MC_FORCE_TCP", "1")
+
+
+def home() -> Path:
+    """Folder for caches and run state: $PDRAY_HOME, else ~/.cache/pdray."""
+    return Path(os.environ.get("PDRAY_HOME") or Path.home() / ".cache" / "pdray")

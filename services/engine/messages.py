@@ -1,0 +1,190 @@
+"""What crosses the pipe between a worker's service process and its engine child.
+
+Each message is a frozen dataclass of this module, carried by `kvstore.wire.Codec`. Nothing else crosses.
+
+    service ──► engine                              engine ──► service
+    AddSequence     compute a prompt (and decode)   EngineReady      the model is loaded
+    ReserveSequence hold blocks for KV to come      Reserved | ReserveRefused
+    StartSequence   the KV is verified, decode      PrefillStarted   first chunk is scheduled
+    ReleaseSequence let its blocks go               StepDone         one for each step
+    AbortSequence                                   Steps
+    Unquarantine    fenced: reuse is safe
+    GetSteps, Stop
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvstore.wire import Codec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    temperature: float = 0.0  # 0 = greedy
+    top_p: float = 1.0
+    top_k: int = 0  # <= 0 = off
+    seed: int = 0
+    max_tokens: int = 16
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddSequence:
+    """Compute ``prompt_ids`` (and what of ``output_ids`` was sent before); with ``hand_off`` stop after token 1 and hold
+    the blocks until ReleaseSequence, else decode to the end."""
+
+    seq_id: str  # unique in this process
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+    root: bytes
+    block_names: tuple[bytes, ...] = ()  # of the prompt's full blocks
+    output_ids: tuple[int, ...] = ()
+    hand_off: bool = False
+    priority: int = 0
+    salt: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReserveSequence:
+    """Hold blocks for a prompt whose KV another worker will write. Answered by Reserved, as soon as there is room, or
+    ReserveRefused, at once, where there never will be."""
+
+    sequence: AddSequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartSequence:
+    """All blocks of a reserved sequence are verified: name them, and decode from the first token on."""
+
+    seq_id: str
+    first_token: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbortSequence:
+    """End a sequence in any state. With ``quarantine`` its blocks are not reused before Unquarantine."""
+
+    seq_id: str
+    quarantine: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseSequence:
+    """The hand-off is over: drop the writer's hold. The prompt's named blocks stay in the prefix cache."""
+
+    seq_id: str
+    quarantine: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unquarantine:
+    seq_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GetSteps:
+    last: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineReady:
+    pid: int
+    geometry: dict[str, Any]  # KVGeometry.to_dict()
+    num_blocks: int
+    max_model_len: int
+    dtype: str
+    vocab_size: int
+    attention: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserved:
+    seq_id: str
+    block_ids: tuple[int, ...]  # one for each block of the prompt, tail included
+    cached_blocks: int  # leading ones whose content is here already
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReserveRefused:
+    seq_id: str
+    code: str  # services.protocol.errors.ErrorCode
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillStarted:
+    """Sent before the step that computes the first chunk runs."""
+
+    seq_id: str
+    block_ids: tuple[int, ...]  # one for each block of the prompt, tail included
+    cached_blocks: int  # leading ones computed before this request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceOutput:
+    """What one sequence produced in one step; an empty token list with a finish reason ends it without a token."""
+
+    seq_id: str
+    position: int  # index of token_ids[0] among the output tokens
+    token_ids: tuple[int, ...]
+    finish_reason: str = ""  # "" | stop | length | error | abort
+    error_code: str = ""
+    error: str = ""
+    cached_tokens: int = 0
+    queue_ms: float = 0.0  # accepted by the engine .. first scheduled
+    compute_ms: float = 0.0  # first scheduled .. this token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stats:
+    """Counters since start and gauges now. Token counters come from the batches that the runner executed."""
+
+    step: int = 0
+    running: int = 0
+    waiting: int = 0
+    waiting_prefill_tokens: int = 0
+    blocks_total: int = 0
+    blocks_free: int = 0
+    blocks_used: int = 0
+    blocks_cached: int = 0
+    blocks_reserved: int = 0
+    blocks_quarantined: int = 0
+    prompt_tokens_computed: int = 0  # prompt tokens forwarded, recomputed ones left out
+    prompt_tokens_cached: int = 0
+    tokens_generated: int = 0
+    decode_tokens_forwarded: int = 0
+    tokens_recomputed: int = 0
+    tokens_forwarded: int = 0  # prompt_tokens_computed + decode_tokens_forwarded + tokens_recomputed
+    preemptions: int = 0
+    prefill_tokens_per_s: float = 0.0  # EWMA
+    step_ms: float = 0.0  # EWMA of steps that decode only
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDone:
+    outputs: tuple[SequenceOutput, ...]
+    stored: tuple[tuple[bytes, bytes], ...]  # (name, parent name or root) of blocks now cached
+    removed: tuple[bytes, ...]
+    stats: Stats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    json: str
+
+
+CODEC = Codec(
+    (
+        Sampling, AddSequence, ReserveSequence, StartSequence, AbortSequence, ReleaseSequence, Unquarantine, GetSteps,
+        Stop, EngineReady, Reserved, ReserveRefused, PrefillStarted, SequenceOutput, Stats, StepDone, Steps,
+    )
+)  # fmt: skip
