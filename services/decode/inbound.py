@@ -1,0 +1,90 @@
+"""The reader's side of tickets: one record each, and the writers that they come from."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvstore.geometry import LAYOUT_VERSION, KVGeometry
+from kvstore.transfer import messages as t
+from services.engine import messages as m
+from services.protocol.errors import ErrorCode, RequestError
+from services.protocol.handoff import HandoffState, advance
+from services.protocol.proto import worker_pb2
+from services.worker.core import WorkerCore
+from services.worker.live import LiveRequest
+
+WriterKey = tuple[str, str]  # worker id, epoch
+
+
+@dataclass(slots=True)
+class Inbound:
+    """One ticket of a writer, from Reserve until its sequence runs or its blocks are free again."""
+
+    core: WorkerCore
+    live: LiveRequest
+    ticket_id: str
+    writer: WriterKey
+    state: HandoffState = HandoffState.REQUESTED
+    reserved: asyncio.Future[m.Reserved] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    verified: asyncio.Future[t.Verified] | None = None
+    block_ids: tuple[int, ...] = ()
+    cached_blocks: int = 0
+    verified_extents: dict[tuple[int, int], int] = field(default_factory=dict)  # (layer, block) -> count
+    resent: bool = False
+    absent: int = 0  # lists in a row that did not name this ticket
+    commit: asyncio.Task[worker_pb2.CommitReply] | None = None
+
+    def move(self, to: HandoffState, **detail: Any) -> None:
+        """Along one arrow of the table; the request's timeline gets the arrow's name."""
+        arrow = advance(self.state, to)
+        self.state = to
+        self.core.emit_event(self.live, arrow, side="reader", ticket=self.ticket_id, **detail)
+
+
+def check_fingerprint(ours: worker_pb2.Fingerprint, theirs: worker_pb2.Fingerprint) -> None:
+    """Raise RequestError INCOMPATIBLE_WORKERS, naming both values, where KV of the writer means nothing here."""
+    for name in ("model", "tokenizer", "dtype", "block_size", "layout_version"):
+        mine, other = getattr(ours, name), getattr(theirs, name)
+        if mine != other:
+            raise RequestError(
+                ErrorCode.INCOMPATIBLE_WORKERS,
+                f"prefill and decode worker differ in {name}: {other!r} there, {mine!r} here; "
+                "both must load the same model with the same dtype and block size",
+            )
+    assert ours.layout_version == LAYOUT_VERSION
+
+
+def check_coverage(geometry: KVGeometry, expected_blocks: Sequence[int], extents: Iterable[worker_pb2.Extent]) -> str:
+    """Empty where the extents name each expected block in each layer once, and no other; else what is wrong."""
+    expected = set(expected_blocks)
+    num_layers = sum(g.num_layers for g in geometry.groups)
+    seen: list[set[int]] = [set() for _ in range(num_layers)]
+    for extent in extents:
+        if extent.layer >= num_layers:
+            return f"layer {extent.layer} of {num_layers}"
+        for block in range(extent.block, extent.block + extent.count):
+            if block not in expected:
+                return f"block {block} was not granted"
+            if block in seen[extent.layer]:
+                return f"block {block} of layer {extent.layer} came twice"
+            seen[extent.layer].add(block)
+    for layer, blocks in enumerate(seen):
+        if blocks != expected:
+            return f"layer {layer} has {len(blocks)} of {len(expected)} blocks"
+    return ""
+
+
+def stage_times(live: LiveRequest, output: m.SequenceOutput, now: float) -> worker_pb2.StageTimes | None:
+    """With token 1 and with the end: where this worker's time went, from its own clock."""
+    first = output.position == 0
+    if not first and not output.finish_reason:
+        return None
+    start_s = live.started_s or live.accepted_s
+    total_ms = (now - start_s) * 1000
+    compute_ms = min(output.compute_ms, total_ms)
+    if live.started_s:
+        return worker_pb2.StageTimes(wait_ms=total_ms - compute_ms, compute_ms=compute_ms)
+    return worker_pb2.StageTimes(queue_ms=total_ms - compute_ms, compute_ms=compute_ms)

@@ -1,0 +1,135 @@
+"""The writers that this worker gave blocks to: their leases, and what is quarantined because of them.
+
+    listening ──lease lapsed | new epoch──► fencing (its tickets are over, nothing new is let in) ──Fenced──► forgotten
+
+A ticket's blocks leave quarantine one by one when the writer, or the transport, vouches for that ticket, and all
+together when our memory has been closed to the writer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvstore.transfer import messages as t
+from services.decode.inbound import Inbound, WriterKey
+from services.engine import messages as m
+from services.protocol.errors import ErrorCode, RequestError
+from services.protocol.handoff import OPEN_STATES, HandoffState
+from services.protocol.proto import worker_pb2
+from services.worker.core import WorkerCore
+
+SWEEP_S = 0.5
+ABSENT_LISTS = 2
+"""Lists in a row that leave a granted ticket out before it is over; one may have crossed the grant."""
+
+
+@dataclass(slots=True)
+class Writer:
+    """One process start of one prefill worker."""
+
+    listener: asyncio.Future[t.ListenerReady]
+    last_lease_s: float
+    tickets: dict[str, Inbound] = field(default_factory=dict)  # open ones
+    quarantined: dict[str, str] = field(default_factory=dict)  # ticket id -> sequence id
+    fencing: bool = False
+
+
+class Writers:
+    """``end`` revokes one ticket: (ticket, reason, fenced)."""
+
+    def __init__(self, core: WorkerCore, end: Callable[[Inbound, str, bool], None]) -> None:
+        self._core = core
+        self._end = end
+        self._writers: dict[WriterKey, Writer] = {}
+
+    def check_open(self, key: WriterKey) -> None:
+        """Raise RequestError while this writer is being fenced."""
+        writer = self._writers.get(key)
+        if writer is not None and writer.fencing:
+            raise RequestError(ErrorCode.TRANSFER_FAILED, f"writer {key[0]} is being fenced here; try again")
+
+    def add(self, inbound: Inbound) -> asyncio.Future[t.ListenerReady]:
+        """The ticket counts for its writer's lease from now on; the future tells how the writer reaches our memory."""
+        key = inbound.writer
+        for old in [k for k in self._writers if k[0] == key[0] and k[1] != key[1]]:
+            self.lapse(old, f"{old[0]} came back with a new epoch")
+        writer = self._writers.get(key)
+        if writer is None:
+            listener: asyncio.Future[t.ListenerReady] = asyncio.get_running_loop().create_future()
+            writer = self._writers[key] = Writer(listener, self._core.clock())
+            self._core.send_transfer(t.OpenListener(worker_id=key[0], epoch=key[1]))
+        if not writer.tickets:
+            writer.last_lease_s = self._core.clock()
+        writer.tickets[inbound.ticket_id] = inbound
+        return writer.listener
+
+    def remove(self, inbound: Inbound) -> None:
+        writer = self._writers.get(inbound.writer)
+        if writer is not None:
+            writer.tickets.pop(inbound.ticket_id, None)
+
+    def quarantine(self, inbound: Inbound) -> None:
+        """Keep the ticket's blocks until someone vouches that nothing can land in them."""
+        self._writers[inbound.writer].quarantined[inbound.ticket_id] = inbound.live.seq_id
+        worker_id, epoch = inbound.writer
+        self._core.send_transfer(t.Revoke(ticket_id=inbound.ticket_id, worker_id=worker_id, epoch=epoch))
+
+    def vouch(self, ticket_id: str) -> None:
+        """Nothing of this ticket can land any more: its blocks are free, if they were quarantined."""
+        for writer in self._writers.values():
+            seq_id = writer.quarantined.pop(ticket_id, None)
+            if seq_id is not None:
+                self._core.send_engine(m.Unquarantine(seq_id=seq_id))
+
+    def renew(self, request: worker_pb2.LeaseRequest) -> None:
+        """One list of a writer's open tickets; what it leaves out is fenced on its side."""
+        writer = self._writers.get((request.writer_id, request.writer_epoch))
+        if writer is None:
+            return
+        named = set(request.ticket_ids)
+        writer.last_lease_s = self._core.clock()
+        for ticket_id in set(writer.quarantined) - named:
+            self.vouch(ticket_id)
+        for inbound in [x for x in writer.tickets.values() if x.state in OPEN_STATES - {HandoffState.REQUESTED}]:
+            inbound.absent = 0 if inbound.ticket_id in named else inbound.absent + 1
+            if inbound.absent >= ABSENT_LISTS:
+                self._end(inbound, "two lists of the writer left the ticket out", True)
+
+    def lapse(self, key: WriterKey, reason: str) -> None:
+        """All tickets of this writer are over; their blocks stay quarantined until our memory is closed to it."""
+        writer = self._writers[key]
+        for inbound in list(writer.tickets.values()):
+            self._end(inbound, reason, False)
+        if not writer.fencing:
+            writer.fencing = True
+            self._core.send_transfer(t.Fence(worker_id=key[0], epoch=key[1], forget=True))
+
+    def lose_all(self, reason: str) -> None:
+        """The transfer process ended, and with it every way into our memory."""
+        for key in list(self._writers):
+            self.lapse(key, reason)
+            self.on_fenced(key)
+
+    def on_listener(self, message: t.ListenerReady) -> None:
+        writer = self._writers.get((message.worker_id, message.epoch))
+        if writer is not None and not writer.listener.done():
+            writer.listener.set_result(message)
+
+    def on_fenced(self, key: WriterKey) -> None:
+        writer = self._writers.get(key)
+        if writer is None or not writer.fencing:
+            return
+        for ticket_id in list(writer.quarantined):
+            self.vouch(ticket_id)
+        del self._writers[key]
+
+    def sweep(self) -> None:
+        """Lapse the leases that nobody renewed. Only granted or quarantined tickets need one."""
+        lease_s = self._core.config.transfer.lease_ms / 1000
+        now = self._core.clock()
+        for key, writer in list(self._writers.items()):
+            held = writer.quarantined or any(x.state is not HandoffState.REQUESTED for x in writer.tickets.values())
+            if held and not writer.fencing and now - writer.last_lease_s > lease_s:
+                self.lapse(key, f"the lease lapsed: {key[0]} was silent for {lease_s:.0f} s")

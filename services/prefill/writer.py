@@ -1,0 +1,267 @@
+"""The writer's half of the hand-off: from the first chunk of a prompt to the release of its blocks.
+
+    Submit ─► AddSequence ─► PrefillStarted ─► OpenSource, Reserve ─► Grant ─► OpenTicket ─► Pushed ─► Commit ─► release
+                                                   └─ TicketLost ─► CloseTicket, report ─► Retarget ─► Reserve elsewhere
+
+Computing never waits for the reader: the reserve is asked for when the first chunk is scheduled, and what was computed
+before the grant came is pushed when it does. Blocks stay held until the reader has committed, or the ticket is fenced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import grpc.aio
+
+from kvstore.transfer import messages as t
+from services.engine import messages as m
+from services.prefill.leases import LeaseKeeper
+from services.prefill.push import Push
+from services.prefill.ticket import Handoff, Ticket, TicketLost
+from services.protocol.errors import ErrorCode, RequestError
+from services.protocol.handoff import HandoffState
+from services.protocol.proto import worker_pb2
+from services.worker.core import WorkerCore, to_error, to_sequence
+from services.worker.live import LiveRequest
+from services.worker.peers import Peers
+from services.worker.role import Role
+
+RETARGET_WAIT_S = 10.0
+"""How long computed KV is kept for a router that may name another reader."""
+CLOSE_WAIT_S = 10.0
+"""How long the transfer process may take to fence; past it, it is killed, which fences everything."""
+
+_log = logging.getLogger("pdray.prefill")
+
+
+class Writer(Role):
+    name = "prefill"
+
+    def __init__(self, core: WorkerCore) -> None:
+        self._core = core
+        self._peers = Peers(core.config.secret)
+        self._handoffs: dict[str, Handoff] = {}  # by sequence id
+        self._tickets: dict[str, Ticket] = {}
+        self._leases = LeaseKeeper(core, self._peers, self._fence)
+
+    # --- from the router ---
+
+    async def submit(self, live: LiveRequest, reader: worker_pb2.Reader | None) -> None:
+        if reader is None:
+            raise RequestError(ErrorCode.INTERNAL, "a prefill worker needs a reader to hand the KV to")
+        self._handoffs[live.seq_id] = Handoff(live, reader, live.request.attempt)
+        self._core.send_engine(to_sequence(live, hand_off=True))
+        self._core.emit_event(live, "queued", side="writer")
+
+    async def retarget(self, request: worker_pb2.RetargetRequest) -> None:
+        live = self._core.requests.find(request.request_id)
+        handoff = self._handoffs.get(live.seq_id) if live else None
+        if handoff is None or request.attempt <= handoff.attempt:
+            raise RequestError(
+                ErrorCode.STALE, f"request {request.request_id} has no KV here for attempt {request.attempt}"
+            )
+        handoff.retarget.put_nowait(request)
+
+    async def abort(self, live: LiveRequest, reason: str) -> None:
+        handoff = self._handoffs.pop(live.seq_id, None)
+        if handoff is not None:
+            self._core.spawn(self._abandon(handoff, reason), "abandon")
+
+    # --- from the children ---
+
+    def on_engine(self, message: Any) -> None:
+        if not isinstance(message, m.PrefillStarted):
+            return
+        handoff = self._handoffs.get(message.seq_id)
+        if handoff is None:
+            return
+        handoff.block_ids = message.block_ids
+        self._core.send_transfer(
+            t.OpenSource(seq_id=message.seq_id, block_ids=message.block_ids, ready_blocks=message.cached_blocks)
+        )
+        self._core.emit_event(handoff.live, "prefill_started", cached_blocks=message.cached_blocks)
+        handoff.task = self._core.spawn(self._run(handoff), "hand-off")
+
+    def on_output(self, live: LiveRequest, output: m.SequenceOutput) -> bool:
+        handoff = self._handoffs.get(live.seq_id)
+        if handoff is None:
+            return True
+        now = self._core.clock()
+        live.first_output_s = now
+        total_ms = (now - live.accepted_s) * 1000
+        compute_ms = min(output.compute_ms, total_ms)
+        times = worker_pb2.StageTimes(queue_ms=total_ms - compute_ms, compute_ms=compute_ms)
+        handoff.cached_tokens = output.cached_tokens
+        self._core.emit_tokens(live, output, times)
+        self._core.emit_event(live, "prefill_done", cached_tokens=output.cached_tokens)
+        if output.finish_reason:
+            handoff.ended.set()
+            return False  # `_run` closes it, after its ticket
+        if not handoff.first_token.done():
+            handoff.first_token.set_result(output.token_ids[0])
+        return False
+
+    def on_transfer(self, message: Any) -> None:
+        if isinstance(message, t.Pushed | t.PushFailed):
+            ticket = self._tickets.get(message.ticket_id)
+            if ticket is not None:
+                ticket.wire.put_nowait(message)
+        elif isinstance(message, t.TicketClosed):
+            ticket = self._tickets.get(message.ticket_id)
+            if ticket is not None and ticket.closed is not None and not ticket.closed.done():
+                ticket.closed.set_result(message.fenced)
+
+    def on_transfer_lost(self) -> None:
+        """Its end fenced every ticket. A prompt that is computed can still be handed over; of one that is not, nobody
+        knows any more which layers are done."""
+        for ticket in self._tickets.values():
+            ticket.on_wire = False
+            ticket.lose("the transfer process ended")
+            if ticket.closed is not None and not ticket.closed.done():
+                ticket.closed.set_result(True)
+        error = RequestError(ErrorCode.TRANSFER_FAILED, "the transfer process ended while the prompt was computed")
+        for handoff in list(self._handoffs.values()):
+            if handoff.block_ids and not handoff.first_token.done() and not handoff.ended.is_set():
+                self._core.spawn(self._core.fail(handoff.live, error), "fail")
+
+    def on_transfer_restarted(self) -> None:
+        for seq_id, handoff in self._handoffs.items():
+            if handoff.first_token.done():
+                blocks = handoff.block_ids
+                self._core.send_transfer(t.OpenSource(seq_id=seq_id, block_ids=blocks, ready_blocks=len(blocks)))
+
+    async def stop(self) -> None:
+        await self._peers.close()
+
+    # --- one hand-off ---
+
+    async def _run(self, handoff: Handoff) -> None:
+        """Until the KV is with a reader, or nobody wants it any more."""
+        live = handoff.live
+        try:
+            while True:
+                try:
+                    await self._attempt(handoff)
+                    break
+                except TicketLost as exc:
+                    await self._close_ticket(handoff, str(exc))
+                    if not await self._ask_for_reader(handoff, exc.error):
+                        await self._core.end(live, "no other reader was named")
+                        return
+        except TimeoutError:
+            await self._core.fail(
+                live, RequestError(ErrorCode.DEADLINE_EXCEEDED, "the hand-off did not end within the request's budget")
+            )
+            return
+        self._finish(handoff)
+
+    def _finish(self, handoff: Handoff) -> None:
+        live = handoff.live
+        self._handoffs.pop(live.seq_id, None)
+        self._core.send_transfer(t.CloseSource(seq_id=live.seq_id))
+        self._core.send_engine(m.ReleaseSequence(seq_id=live.seq_id))
+        self._core.requests.close(live.seq_id)
+
+    async def _attempt(self, handoff: Handoff) -> None:
+        """One ticket, from reserve to commit; returns also where token 1 ended the request.
+
+        Raises TicketLost, TimeoutError.
+        """
+        ticket = Ticket(self._core, handoff.live, handoff.reader, handoff.attempt)
+        handoff.ticket = self._tickets[ticket.ticket_id] = ticket
+        self._core.emit_event(handoff.live, "requested", side="writer", reader=ticket.reader.worker_id)
+        async with asyncio.timeout(handoff.live.remaining_s(self._core.clock())):
+            await self._core.transfer_up.wait()
+            committed = await Push(self._core, self._peers, self._leases, handoff, ticket).run()
+        if not committed:
+            await self._close_ticket(handoff, "token 1 ended the request")
+            return
+        ticket.move(HandoffState.COMMITTED)
+        self._leases.drop(ticket)
+        self._tickets.pop(ticket.ticket_id, None)
+        handoff.ticket = None
+        self._report(handoff, "committed", ticket)
+
+    # --- ends ---
+
+    async def _ask_for_reader(self, handoff: Handoff, error: RequestError) -> bool:
+        """Report the loss; True once the router has named another reader."""
+        self._report(handoff, "failed", None, error)
+        if not error.status.retryable:
+            return False
+        wait_s = min(RETARGET_WAIT_S, handoff.live.remaining_s(self._core.clock()))
+        try:
+            request = await asyncio.wait_for(handoff.retarget.get(), wait_s)
+        except TimeoutError:
+            return False
+        handoff.reader, handoff.attempt = request.reader, request.attempt
+        handoff.live.request.attempt = request.attempt
+        self._core.emit_event(handoff.live, "retargeted", reader=request.reader.worker_id)
+        return True
+
+    async def _close_ticket(self, handoff: Handoff, reason: str) -> None:
+        """Stop and fence the open ticket, then tell the reader. The source's blocks are safe to reuse afterwards."""
+        ticket, handoff.ticket = handoff.ticket, None
+        if ticket is None:
+            return
+        ticket.move(HandoffState.REVOKED, reason=reason)
+        if ticket.on_wire:
+            ticket.move(HandoffState.QUARANTINED)
+            ticket.closed = asyncio.get_running_loop().create_future()
+            self._core.send_transfer(t.CloseTicket(ticket_id=ticket.ticket_id))
+            try:
+                await asyncio.wait_for(asyncio.shield(ticket.closed), CLOSE_WAIT_S)
+            except TimeoutError:
+                _log.error("ticket %s is not fenced after %.0f s: ending the transfers", ticket.ticket_id, CLOSE_WAIT_S)
+                self._core.kill_transfer()
+        ticket.move(HandoffState.FREE)
+        self._leases.drop(ticket)
+        self._tickets.pop(ticket.ticket_id, None)
+        await self._tell_reader(ticket, reason)
+
+    async def _tell_reader(self, ticket: Ticket, reason: str) -> None:
+        request = worker_pb2.CloseTicketRequest(
+            ticket_id=ticket.ticket_id,
+            request_id=ticket.live.request.request_id,
+            attempt=ticket.attempt,
+            reason=reason,
+            fenced=True,
+            writer_epoch=self._core.registration.epoch,
+        )
+        try:
+            await self._peers.stub(ticket.reader.address).CloseTicket(request, timeout=2.0)
+        except grpc.aio.AioRpcError as exc:
+            _log.info("reader %s was not told of closed ticket %s: %s", ticket.peer[0], ticket.ticket_id, exc.code())
+
+    async def _abandon(self, handoff: Handoff, reason: str) -> None:
+        """Nobody wants this request any more: stop computing it, fence what is on the wire, let its blocks go."""
+        seq_id, on_wire = handoff.live.seq_id, handoff.ticket is not None and handoff.ticket.on_wire
+        if handoff.task is not None and handoff.task is not asyncio.current_task():
+            handoff.task.cancel()
+            await asyncio.wait([handoff.task], timeout=1)
+        self._core.send_engine(m.AbortSequence(seq_id=seq_id, quarantine=on_wire))
+        await self._close_ticket(handoff, reason)
+        if handoff.block_ids:
+            self._core.send_transfer(t.CloseSource(seq_id=seq_id))
+        if on_wire:
+            self._core.send_engine(m.Unquarantine(seq_id=seq_id))
+
+    def _report(self, handoff: Handoff, state: str, ticket: Ticket | None, error: RequestError | None = None) -> None:
+        geometry = self._core.geometry
+        self._core.hub.add_handoff(
+            handoff.live.router,
+            worker_pb2.HandoffReport(
+                request_id=handoff.live.request.request_id,
+                attempt=handoff.attempt,
+                state=state,
+                error=None if error is None else to_error(error),
+                bytes=0 if ticket is None else ticket.num_bytes,
+                layers=sum(g.num_layers for g in geometry.groups),
+                transport=self._core.registration.transport,
+            ),
+        )
+
+    def _fence(self, peer: tuple[str, str]) -> None:
+        self._core.send_transfer(t.Fence(worker_id=peer[0], epoch=peer[1], forget=True))

@@ -1,0 +1,304 @@
+"""One worker without its network: live requests, the two children, the outboxes and the role, wired together.
+
+gRPC service ─► WorkerCore ─► engine child     AddSequence, ReserveSequence, … ─► StepDone
+                    │    └──► transfer child   OpenTicket, Verify, …           ─► Pushed, Verified, …
+                    ├──► Role (writer | reader)
+                    ├──► AttachHub ─► routers
+                    └──► Publisher ─► index
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from kvstore.geometry import KVGeometry
+from services.config import ServeConfig
+from services.engine import messages as m
+from services.protocol.errors import ErrorCode, RequestError
+from services.protocol.proto import worker_pb2
+from services.worker.attach import AttachHub, RouterKey
+from services.worker.live import LiveRequest, LiveRequests
+from services.worker.role import Role
+
+_log = logging.getLogger("pdray.worker")
+
+
+class WorkerCore:
+    """State of one worker. Everything runs on one event loop; `send_*` never block."""
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        registration: worker_pb2.Registration,
+        role: Callable[[WorkerCore], Role],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.registration = registration
+        self.clock = clock
+        self.stats = m.Stats()
+        self.requests = LiveRequests(clock)
+        self.hub = AttachHub(self._registration, self.load, self._router_lost, clock)
+        self.send_engine: Callable[[Any], None] = _not_started
+        self.send_transfer: Callable[[Any], None] = _not_started
+        self.kill_transfer: Callable[[], None] = lambda: None
+        self.transfer_up = asyncio.Event()  # cleared while the transfer child is being started again
+        self.transfer_up.set()
+        self.geometry = KVGeometry.from_dict(json.loads(registration.fingerprint.geometry_json))
+        self.on_blocks: Callable[[list[bytes], list[bytes]], None] = lambda _stored, _removed: None
+        self.draining = False
+        self.last_progress_s = clock()
+        self.longest_step_s = 0.0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._steps: deque[asyncio.Future[str]] = deque()  # asked of the engine, oldest first
+        self.role = role(self)
+
+    # --- what is known ---
+
+    def _registration(self) -> worker_pb2.Registration:
+        return self.registration
+
+    def load(self) -> worker_pb2.Load:
+        """The engine's last statistics, as routers see them."""
+        s = self.stats
+        return worker_pb2.Load(
+            step=s.step,
+            running=s.running,
+            waiting=s.waiting,
+            waiting_prefill_tokens=s.waiting_prefill_tokens,
+            blocks_total=s.blocks_total,
+            blocks_free=s.blocks_free,
+            blocks_used=s.blocks_used,
+            blocks_cached=s.blocks_cached,
+            blocks_reserved=s.blocks_reserved,
+            blocks_quarantined=s.blocks_quarantined,
+            prompt_tokens_computed=s.prompt_tokens_computed,
+            prompt_tokens_cached=s.prompt_tokens_cached,
+            tokens_generated=s.tokens_generated,
+            prefill_tokens_per_s=s.prefill_tokens_per_s,
+            step_ms=s.step_ms,
+            tokens_forwarded=s.tokens_forwarded,
+            tokens_recomputed=s.tokens_recomputed,
+            decode_tokens_forwarded=s.decode_tokens_forwarded,
+            preemptions=s.preemptions,
+            stalled=self.stalled(),
+        )
+
+    def stalled(self) -> bool:
+        """The engine, which answers a ping between two steps, is silent for longer than the limit and three steps."""
+        limit_s = max(self.config.worker.stall_s, 3 * self.longest_step_s)
+        return self.clock() - self.last_progress_s > limit_s
+
+    # --- from routers ---
+
+    async def submit(self, request: worker_pb2.SubmitRequest) -> None:
+        """Admit one attempt. Raises RequestError."""
+        if self.draining:
+            raise RequestError(ErrorCode.WORKER_LOST, f"worker {self.registration.worker_id} is draining")
+        self.check_fits(request.request)
+        live = self.requests.open(request.request)
+        try:
+            await self.role.submit(live, request.reader if request.HasField("reader") else None)
+        except RequestError:
+            self.requests.close(live.seq_id)
+            raise
+
+    def check_fits(self, request: worker_pb2.Request) -> None:
+        """Raise RequestError for a request that this worker could never hold."""
+        limit = self.registration.max_model_len
+        length = len(request.prompt_ids)
+        if not length:
+            raise RequestError(ErrorCode.INVALID_REQUEST, "the prompt has no tokens")
+        if length >= limit:
+            raise RequestError(
+                ErrorCode.CONTEXT_LENGTH_EXCEEDED, f"the prompt has {length} tokens, this worker takes {limit - 1}"
+            )
+
+    async def abort(self, request_id: str, attempt: int, reason: str) -> None:
+        """End this and lower attempts, now or whenever they arrive."""
+        for live in self.requests.forbid(request_id, attempt, for_s=self.config.budget.total_s):
+            await self.end(live, reason)
+
+    async def end(self, live: LiveRequest, reason: str) -> None:
+        """The role lets go of one attempt; no output of it reaches a router any more."""
+        self.requests.close(live.seq_id)
+        await self.role.abort(live, reason)
+
+    async def fail(self, live: LiveRequest, error: RequestError) -> None:
+        """End one attempt and tell its router why."""
+        self.emit_error(live, error)
+        await self.end(live, error.message)
+
+    # --- towards routers ---
+
+    def emit_error(self, live: LiveRequest, error: RequestError) -> None:
+        self.hub.add_output(
+            live.router,
+            worker_pb2.Output(
+                request_id=live.request.request_id,
+                attempt=live.request.attempt,
+                position=live.tokens,
+                finish_reason="error",
+                error=to_error(error),
+            ),
+        )
+
+    def emit_event(self, live: LiveRequest, name: str, **detail: Any) -> None:
+        """One arrow of the request's life, for its timeline."""
+        self.hub.add_event(
+            live.router,
+            worker_pb2.TimelineEvent(
+                request_id=live.request.request_id,
+                attempt=live.request.attempt,
+                name=name,
+                at_ms=(self.clock() - live.accepted_s) * 1000,
+                detail_json=json.dumps(detail) if detail else "",
+            ),
+        )
+
+    def emit_tokens(self, live: LiveRequest, output: m.SequenceOutput, times: worker_pb2.StageTimes | None) -> None:
+        message = worker_pb2.Output(
+            request_id=live.request.request_id,
+            attempt=live.request.attempt,
+            position=output.position,
+            token_ids=output.token_ids,
+            finish_reason=output.finish_reason,
+            cached_tokens=output.cached_tokens,
+            times=times,
+        )
+        live.tokens = output.position + len(output.token_ids)
+        self.hub.add_output(live.router, message)
+
+    # --- from the children ---
+
+    def on_engine(self, message: Any) -> None:
+        """Any message of the engine child after EngineReady."""
+        if isinstance(message, m.StepDone):
+            self._on_step(message)
+        elif isinstance(message, m.Steps):
+            future = self._steps.popleft()
+            if not future.done():
+                future.set_result(message.json)
+        else:
+            self.role.on_engine(message)
+        self.last_progress_s = self.clock()
+
+    async def steps(self, last: int) -> str:
+        """The engine's last steps as JSON; waits for the end of the step under way, 5 s at most."""
+        return await asyncio.wait_for(self._ask_steps(last), 5.0)
+
+    def ping_engine(self) -> None:
+        """Ask for a sign of life; called each second."""
+        if len(self._steps) < 16:
+            self._ask_steps(0)
+
+    def _ask_steps(self, last: int) -> asyncio.Future[str]:
+        future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._steps.append(future)
+        self.send_engine(m.GetSteps(last=last))
+        return future
+
+    def spawn(self, coroutine: Any, name: str) -> asyncio.Task[None]:
+        """A task of this worker; its failure is logged, and it is cancelled at stop."""
+        task: asyncio.Task[None] = asyncio.create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+        return task
+
+    async def sweep(self) -> None:
+        """Budgets and detached routers; called several times a second."""
+        self.hub.sweep()
+        for live in self.requests.overdue():
+            self.emit_event(live, "budget_spent")
+            await self.fail(
+                live,
+                RequestError(
+                    ErrorCode.DEADLINE_EXCEEDED,
+                    f"the request's {live.request.remaining_ms} ms were spent on this worker",
+                ),
+            )
+
+    async def fail_all(self, error: RequestError) -> None:
+        for live in self.requests.all():
+            self.emit_error(live, error)
+            self.requests.close(live.seq_id)
+
+    async def stop(self) -> None:
+        await self.role.stop()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _on_step(self, done: m.StepDone) -> None:
+        now = self.clock()
+        if done.stats.step > self.stats.step:
+            self.longest_step_s = max(self.longest_step_s * 0.99, min(now - self.last_progress_s, 60.0))
+        self.stats = done.stats
+        for output in done.outputs:
+            self._on_output(output)
+        if done.stored or done.removed:
+            self.on_blocks([name for name, _parent in done.stored], list(done.removed))
+        self.hub.flush()
+
+    def _on_output(self, output: m.SequenceOutput) -> None:
+        live = self.requests.get(output.seq_id)
+        if live is None:
+            if not output.finish_reason:
+                self.send_engine(m.AbortSequence(seq_id=output.seq_id))
+            return
+        if output.finish_reason == "error":
+            code = ErrorCode(output.error_code) if output.error_code else ErrorCode.INTERNAL
+            self.spawn(self.fail(live, RequestError(code, output.error)), "fail")
+            return
+        if self.role.on_output(live, output):
+            self.emit_event(live, "finished", reason=output.finish_reason, tokens=live.tokens)
+            self.requests.close(live.seq_id)
+
+    def _router_lost(self, router: RouterKey) -> None:
+        for live in self.requests.of_router(router):
+            self.spawn(self.end(live, "its router is lost"), "router-lost")
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            _log.error("task %s failed", task.get_name(), exc_info=task.exception())
+
+
+def to_error(error: RequestError) -> worker_pb2.Error:
+    return worker_pb2.Error(code=str(error.code), message=error.message, retryable=error.status.retryable)
+
+
+def to_sequence(live: LiveRequest, *, hand_off: bool) -> m.AddSequence:
+    """The request as the engine takes it."""
+    r, names = live.request, live.request.block_names
+    s = r.sampling
+    return m.AddSequence(
+        seq_id=live.seq_id,
+        prompt_ids=tuple(r.prompt_ids),
+        output_ids=tuple(r.output_ids),
+        block_names=tuple(names[i : i + 16] for i in range(0, len(names), 16)),
+        root=r.root_digest,
+        hand_off=hand_off,
+        priority=r.priority,
+        sampling=m.Sampling(
+            temperature=s.temperature,
+            top_p=s.top_p,
+            top_k=s.top_k,
+            seed=s.seed,
+            max_tokens=s.max_tokens,
+            min_tokens=s.min_tokens,
+            ignore_eos=s.ignore_eos,
+            stop_token_ids=tuple(s.stop_token_ids),
+        ),
+    )
+
+
+def _not_started(_message: Any) -> None:
+    raise AssertionError("the worker's children are not started")
