@@ -5,9 +5,9 @@ Life of a write:
     submit ─► on the wire ─► DONE       the bytes are in the reader's memory
                         └──► FAILED     may still land (with newer content) until the channel is closed
 
-Only DONE, or a closed channel, is terminal: blocks under a FAILED or unfinished write stay quarantined until `Channel.close`
-returns. That is the fence. A transport has one channel, and one listener, for each peer epoch, so that fencing one peer
-disturbs no other.
+Only DONE, or a closed channel, is terminal: blocks under a FAILED or unfinished write stay quarantined until
+`Channel.close` returns. That is the fence. A transport has one channel, and one listener, for each peer epoch, so
+that fencing one peer disturbs no other.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
+
+from kvstore.errors import TransferError
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,20 @@ class WriteState(StrEnum):
     FAILED = "failed"
 
 
+class ChannelStuck(TransferError):
+    """A channel that cannot be closed from inside its process; ending the process closes it."""
+
+
+def check_source(region: Region, writes: Sequence[Write]) -> None:
+    """Raise TransferError where a write would read outside our memory."""
+    for write in writes:
+        if write.source_offset < 0 or write.num_bytes < 1 or write.source_offset + write.num_bytes > region.num_bytes:
+            raise TransferError(
+                f"write of {write.num_bytes} bytes at {write.source_offset} leaves the source memory "
+                f"of {region.num_bytes} bytes"
+            )
+
+
 class Listener(Protocol):
     """The reader's end towards one peer."""
 
@@ -71,7 +87,7 @@ class Channel(Protocol):
     """The writer's end towards one reader."""
 
     def submit(self, writes: Sequence[Write]) -> list[int]:
-        """Start each write; returns an id for each. May block for as long as the peer is frozen: one thread for each peer.
+        """Start each write; returns an id for each. May block while the peer is frozen: one thread for each peer.
 
         Raises TransferError where nothing was started.
         """
@@ -80,7 +96,12 @@ class Channel(Protocol):
         """States of these ids; an id reported DONE or FAILED is forgotten. Never blocks."""
 
     def close(self) -> None:
-        """Fence: when this returns no write of this channel can land any more."""
+        """Fence: when this returns no write of this channel can land any more. Other threads may be in submit or poll.
+
+        Raises TransferError where the reader did not confirm it in time: our memory is read no more, but what was on
+        the wire may still land until the reader closes its listener; ChannelStuck where even our memory may still be
+        read.
+        """
 
 
 class Transport(Protocol):

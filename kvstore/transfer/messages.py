@@ -8,8 +8,8 @@ Writer (prefill)                                Reader (decode)
     CloseSource  the prompt's blocks are released
              ─► Pushed | PushFailed
 
-Both: Fence(peer) closes the peer's channel and listener ─► Fenced. Progress comes on a socket of its own, straight from the
-engine (`kvstore.transfer.progress`), so that a layer is on the wire while the next one computes.
+Both: Fence(peer) closes the peer's channel and listener ─► Fenced. Progress comes on a socket of its own, straight
+from the engine (`kvstore.transfer.progress`), so that a layer is on the wire while the next one computes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvstore.wire import Codec
+
+START_S = 30.0
+"""How long the parent waits for Started, and the process for Start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +139,12 @@ class PushFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TicketClosed:
-    """``fenced``: no write of this ticket can land any more, and its source blocks may be reused."""
+    """Nothing of this ticket reads the source blocks any more, so the writer may reuse them.
+
+    ``fenced``: no write of it can land any more either. Without it (the reader did not confirm the end of the
+    channel, or the reader's transport cannot forbid a single ticket) the reader must fence the peer before it reuses
+    the blocks.
+    """
 
     ticket_id: str
     fenced: bool
@@ -203,7 +211,7 @@ class Fenced:
 
 CODEC = Codec(
     (
-        Start, Started, StartFailed, OpenSource, OpenTicket, CloseTicket, CloseSource, Extent, Resend, LayerTrace, Pushed,
-        PushFailed, TicketClosed, OpenListener, ListenerReady, Allow, Revoke, Verify, Verified, Fence, Fenced,
+        Start, Started, StartFailed, OpenSource, OpenTicket, CloseTicket, CloseSource, Extent, Resend, LayerTrace,
+        Pushed, PushFailed, TicketClosed, OpenListener, ListenerReady, Allow, Revoke, Verify, Verified, Fence, Fenced,
     )
 )  # fmt: skip

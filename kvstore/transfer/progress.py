@@ -1,8 +1,9 @@
-"""From the engine's attention hook to the transfer process: which blocks a step fills, and each layer as it is computed.
+"""From the engine's attention hook to the transfer process: which blocks a step fills, and each layer as it is
+computed.
 
-A SOCK_SEQPACKET pair made by the service process; a message is a few bytes, so the hook only records. If the transfer process
-is gone or slow the engine must not wait: a message that cannot be sent at once is dropped, and the end of the step, which
-says the same for all layers, is sent with a bounded wait.
+A SOCK_SEQPACKET pair made by the service process; a message is a few bytes, so the hook only records. If the transfer
+process is gone or slow the engine must not wait: a message that cannot be sent at once is dropped, and the end of the
+step, which says the same for all layers, is sent with a bounded wait.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from dataclasses import dataclass
 import msgpack
 
 MAX_MESSAGE_BYTES = 1 << 16
+_BUFFER_BYTES = 1 << 22
+"""Room for the steps of the second in which the transfer process may be closing a Mooncake engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,7 @@ class ProgressSender:
     def __init__(self, fd: int, wait_s: float = 1.0) -> None:
         self._socket = socket.socket(fileno=fd)
         self._socket.setblocking(False)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)  # as far as the kernel allows
         self._wait_s = wait_s
 
     def begin(self, step: int, chunks: Sequence[Chunk]) -> None:
