@@ -1,0 +1,66 @@
+"""An engine from its configuration: the one place that wires model, memory, pool, scheduler and runner."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvstore.geometry import KVGeometry
+from kvstore.pool import BlockPool
+from kvstore.tensors import KVMemory
+from kvstore.transfer.progress import ProgressSender
+from services.config import EngineConfig
+from services.engine.core import Engine
+from services.engine.intake import Limits
+from services.engine.loader import load_model
+from services.engine.runner import Runner
+from services.engine.scheduler import Scheduler
+
+
+def build_engine(send: Callable[[Any], None], memory_fd: int, progress_fd: int, config: dict[str, Any]) -> Engine:
+    """Load the model and attach the memory; warmed up, ready for messages.
+
+    Args:
+        memory_fd: a memfd of the geometry's size; taken over.
+        progress_fd: end of a SOCK_SEQPACKET pair, or -1.
+        config: what `services.engine.child.child_config` wrote, parsed.
+    Raises:
+        ConfigError: the model is refused.
+    """
+    settings = EngineConfig(**config["engine"])
+    if settings.num_threads:
+        torch.set_num_threads(settings.num_threads)
+    geometry = KVGeometry.from_dict(config["geometry"])
+    model = load_model(
+        Path(config["folder"]),
+        dtype=config["dtype"],
+        backend=settings.attention,
+        trust_remote_code=config["trust_remote_code"],
+    )
+    limits = Limits(
+        num_blocks=geometry.num_blocks[0],
+        block_size=geometry.groups[0].block_size,
+        max_model_len=config["max_model_len"],
+        vocab_size=model.card.vocab_size,
+        eos_token_ids=model.card.eos_token_ids,
+    )
+    runner = Runner.over(model, KVMemory.attach(memory_fd, geometry), limits)
+    runner.warm_up()
+    scheduler = Scheduler(
+        BlockPool(limits.num_blocks),
+        limits,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_num_seqs=settings.max_num_seqs,
+    )
+    return Engine(
+        scheduler,
+        runner,
+        send=send,
+        clock=time.monotonic,
+        progress=ProgressSender(progress_fd) if progress_fd >= 0 else None,
+        steps_kept=settings.steps_kept,
+    )

@@ -1,0 +1,257 @@
+"""The engine without its process: messages in, messages out, one step at a time.
+
+    handle(message) … ─► advance() = schedule ─► Reserved, PrefillStarted ─► run ─► StepDone
+
+Everything here runs on one thread and never waits; `services.engine.child` gives it a pipe.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from kvstore.transfer.progress import Chunk
+from services.engine.messages import (
+    AbortSequence,
+    AddSequence,
+    GetSteps,
+    PrefillStarted,
+    ReleaseSequence,
+    Reserved,
+    ReserveRefused,
+    ReserveSequence,
+    SequenceOutput,
+    StartSequence,
+    Stats,
+    StepDone,
+    Steps,
+    Unquarantine,
+)
+from services.engine.runner import Executed, Runner, Tally
+from services.engine.scheduler import Scheduler, Step
+from services.engine.sequence import Work
+from services.protocol.errors import RequestError
+
+log = logging.getLogger("pdray.engine")
+
+_EWMA = 0.2  # weight of the newest step
+
+
+class Progress(Protocol):
+    """Where layers are reported as they are computed; see `kvstore.transfer.progress.ProgressSender`."""
+
+    def begin(self, step: int, chunks: Sequence[Chunk]) -> None: ...
+    def layer(self, step: int, layer: int, at_s: float) -> None: ...
+    def end(self, step: int, at_s: float) -> None: ...
+
+
+@dataclass(slots=True)
+class _Times:
+    accepted_s: float
+    scheduled_s: float | None = None
+
+
+class Engine:
+    """Scheduler and runner of one worker. ``send`` takes each message for the service process."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        send: Callable[[Any], None],
+        clock: Callable[[], float],
+        progress: Progress | None = None,
+        steps_kept: int = 256,
+    ) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.tally = Tally()
+        self.num_steps = 0  # that computed anything
+        self._send = send
+        self._clock = clock
+        self._progress = progress
+        self._times: dict[str, _Times] = {}
+        self._outputs: list[SequenceOutput] = []  # for the next StepDone
+        self._changed = False  # since the last StepDone, in a way that its stats would show
+        self._tokens_generated = 0
+        self._prefill_rate = 0.0
+        self._decode_ms = 0.0
+        self._steps: deque[dict[str, Any]] = deque(maxlen=steps_kept)
+
+    def handle(self, message: Any) -> None:
+        """Take in one message of the service process. What is wrong with a request ends that request."""
+        self._changed = True
+        now = self._clock()
+        if isinstance(message, AddSequence):
+            self._add(message, now)
+        elif isinstance(message, ReserveSequence):
+            self._reserve(message)
+        elif isinstance(message, StartSequence):
+            self._times[message.seq_id] = _Times(now)
+            self._emit(self.scheduler.start(message), message.seq_id)
+        elif isinstance(message, AbortSequence):
+            self._emit(self.scheduler.abort(message.seq_id, quarantine=message.quarantine), message.seq_id)
+        elif isinstance(message, ReleaseSequence):
+            self._times.pop(message.seq_id, None)
+            self.scheduler.release(message.seq_id, quarantine=message.quarantine)
+        elif isinstance(message, Unquarantine):
+            self.scheduler.roster.pool.unquarantine(message.seq_id)
+        elif isinstance(message, GetSteps):
+            self._changed = False
+            last = list(self._steps)[-message.last :] if message.last > 0 else []
+            self._send(Steps(json=json.dumps(last)))
+        else:
+            raise TypeError(f"the engine does not know {type(message).__name__}")
+
+    def advance(self) -> bool:
+        """Run one step if there is any; True where another may follow at once."""
+        step = self.scheduler.schedule()
+        for seq in step.reserved:
+            cached = seq.num_named_blocks
+            self._send(Reserved(seq_id=seq.seq_id, block_ids=tuple(seq.block_ids), cached_blocks=cached))
+        for seq in step.started:
+            cached = seq.num_computed_tokens // self.scheduler.limits.block_size
+            self._send(PrefillStarted(seq_id=seq.seq_id, block_ids=tuple(seq.block_ids), cached_blocks=cached))
+        if step.work:
+            self._run(step)
+        if step.work or step.reserved or self._changed or self._outputs:
+            self._report()
+        return bool(step.work)
+
+    def stats(self) -> Stats:
+        counts = self.scheduler.roster.pool.counts()
+        return Stats(
+            step=self.num_steps,
+            running=self.scheduler.num_running,
+            waiting=len(self.scheduler.roster.queue),
+            waiting_prefill_tokens=self.scheduler.waiting_prefill_tokens,
+            blocks_total=counts.total,
+            blocks_free=counts.free,
+            blocks_used=counts.used,
+            blocks_cached=counts.cached,
+            blocks_reserved=counts.reserved,
+            blocks_quarantined=counts.quarantined,
+            prompt_tokens_computed=self.tally.prompt_tokens_computed,
+            prompt_tokens_cached=self.scheduler.roster.prompt_tokens_cached,
+            tokens_generated=self._tokens_generated,
+            decode_tokens_forwarded=self.tally.decode_tokens_forwarded,
+            tokens_recomputed=self.tally.tokens_recomputed,
+            tokens_forwarded=self.tally.tokens_forwarded,
+            preemptions=self.scheduler.roster.preemptions,
+            prefill_tokens_per_s=self._prefill_rate,
+            step_ms=self._decode_ms,
+        )
+
+    def _add(self, message: AddSequence, now: float) -> None:
+        if message.seq_id in self.scheduler.roster.sequences:
+            log.error("sequence %s was added twice; the first one goes on", message.seq_id)
+            return
+        try:
+            self.scheduler.add(message)
+        except RequestError as exc:
+            position = len(message.output_ids)
+            self._outputs.append(
+                SequenceOutput(
+                    seq_id=message.seq_id,
+                    position=position,
+                    token_ids=(),
+                    finish_reason="error",
+                    error_code=exc.code.value,
+                    error=exc.message,
+                )
+            )
+            return
+        self._times[message.seq_id] = _Times(now)
+
+    def _reserve(self, message: ReserveSequence) -> None:
+        try:
+            self.scheduler.reserve(message)
+        except RequestError as exc:
+            refused = ReserveRefused(seq_id=message.sequence.seq_id, code=exc.code.value, message=exc.message)
+            self._send(refused)
+
+    def _run(self, step: Step) -> None:
+        started = self._clock()
+        for work in step.work:
+            times = self._times.get(work.sequence.seq_id)
+            if times is not None and times.scheduled_s is None:
+                times.scheduled_s = started
+        done = self._execute(step)
+        self.num_steps += 1
+        self.tally += done.tally
+        self._tokens_generated += len(done.tokens)
+        prefill_tokens = sum(w.count for w in step.work if not w.is_decode)
+        for output in self.scheduler.complete(step, done.tokens, done.failures):
+            self._emit(output, output.seq_id)
+        self._note(step, done, prefill_tokens, (self._clock() - started) * 1e3)
+
+    def _execute(self, step: Step) -> Executed:
+        chunks = [c for w in step.work if w.sequence.hand_off for c in self._chunk(w)]
+        progress = self._progress
+        if progress is None or not chunks:
+            return self.runner.execute(step.work)
+        progress.begin(step.number, chunks)
+        done = self.runner.execute(step.work, lambda layer: progress.layer(step.number, layer, self._clock()))
+        progress.end(step.number, self._clock())
+        return done
+
+    def _chunk(self, work: Work) -> list[Chunk]:
+        """Blocks of a hand-off that are final after this work: full ones, and the tail with the end of the prompt."""
+        size = self.scheduler.limits.block_size
+        first = work.start // size
+        stop = len(work.sequence.block_ids) if work.samples else work.stop // size
+        return [Chunk(work.sequence.seq_id, first, stop - first, work.samples)] if stop > first else []
+
+    def _emit(self, output: SequenceOutput | None, seq_id: str) -> None:
+        """Put an output, with its times, into the next StepDone."""
+        times = self._times.get(seq_id)
+        if output is None or output.finish_reason:
+            self._times.pop(seq_id, None)
+        if output is None:
+            return
+        if times is not None:
+            scheduled = times.scheduled_s
+            now = self._clock()
+            output = replace(
+                output,
+                queue_ms=((now if scheduled is None else scheduled) - times.accepted_s) * 1e3,
+                compute_ms=0.0 if scheduled is None else (now - scheduled) * 1e3,
+            )
+        self._outputs.append(output)
+
+    def _note(self, step: Step, done: Executed, prefill_tokens: int, duration_ms: float) -> None:
+        """Remember the step and learn the worker's speed from it."""
+        if not prefill_tokens:
+            self._decode_ms = _blend(self._decode_ms, duration_ms)
+        else:
+            own_ms = max(duration_ms - self._decode_ms * (len(step.work) > 1), duration_ms * 0.1)
+            self._prefill_rate = _blend(self._prefill_rate, prefill_tokens * 1e3 / own_ms)
+        self._steps.append(
+            {
+                "step": self.num_steps,
+                "decodes": sum(w.is_decode for w in step.work),
+                "prefill_tokens": prefill_tokens,
+                "recomputed_tokens": done.tally.tokens_recomputed,
+                "sequences": len(step.work),
+                "running": self.scheduler.num_running,
+                "queued": len(self.scheduler.roster.queue),
+                "waiting": dict(step.waiting),
+                "preemptions": step.preemptions,
+                "failed": len(done.failures),
+                "duration_ms": round(duration_ms, 3),
+            }
+        )
+
+    def _report(self) -> None:
+        stored, removed = self.scheduler.roster.pool.take_events()
+        outputs, self._outputs, self._changed = tuple(self._outputs), [], False
+        self._send(StepDone(outputs=outputs, stored=tuple(stored), removed=tuple(removed), stats=self.stats()))
+
+
+def _blend(average: float, value: float) -> float:
+    return value if not average else average + _EWMA * (value - average)

@@ -1,0 +1,84 @@
+"""What the engine refuses at once, before a sequence takes a place in its queue."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from kvstore.blocks import NAME_BYTES
+from services.engine.messages import AddSequence, Sampling
+from services.protocol.errors import ErrorCode, RequestError, invalid
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a worker can hold, and what its model knows."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+
+    def blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def most_tokens(self, num_prompt_tokens: int, num_given_tokens: int, max_tokens: int) -> int:
+        """Tokens whose KV a request may come to hold; the last token that it generates is never computed."""
+        return max(num_given_tokens, min(num_prompt_tokens + max_tokens, self.max_model_len) - 1)
+
+    def end_tokens(self, sampling: Sampling) -> frozenset[int]:
+        eos = () if sampling.ignore_eos else self.eos_token_ids
+        return frozenset((*eos, *sampling.stop_token_ids))
+
+
+def check_sequence(message: AddSequence, limits: Limits) -> None:
+    """Raise RequestError unless the sequence can be computed here, given time.
+
+    A hand-off needs room for what it brings along, any other sequence for all that it may generate too.
+    """
+    given = [*message.prompt_ids, *message.output_ids]
+    if not message.prompt_ids:
+        raise invalid("the prompt holds no token", "prompt")
+    wrong = next((t for t in given if not 0 <= t < limits.vocab_size), None)
+    if wrong is not None:
+        raise invalid(f"token id {wrong} is outside the vocabulary of {limits.vocab_size}", "prompt")
+    _check_sampling(message.sampling, limits)
+    if len(given) >= limits.max_model_len:
+        raise RequestError(
+            ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+            f"{len(given)} tokens leave no room for an answer within {limits.max_model_len} (model.max_model_len)",
+            param="prompt",
+        )
+    if len(message.output_ids) >= message.sampling.max_tokens:
+        raise invalid(
+            f"{len(message.output_ids)} output tokens came along, max_tokens is {message.sampling.max_tokens}",
+            "max_tokens",
+        )
+    if len(message.block_names) > len(message.prompt_ids) // limits.block_size:
+        raise invalid(f"{len(message.block_names)} block names for {len(message.prompt_ids)} prompt tokens")
+    if any(len(name) != NAME_BYTES for name in (*message.block_names, message.root) if name):
+        raise invalid(f"a block name does not have {NAME_BYTES} bytes")
+    if message.block_names and (not message.root or not all(message.block_names)):
+        raise invalid("block names need a root, and none may be empty")
+    num_tokens = len(given)
+    if not message.hand_off:
+        num_tokens = limits.most_tokens(len(message.prompt_ids), len(given), message.sampling.max_tokens)
+    if limits.blocks(num_tokens) > limits.num_blocks:
+        raise RequestError(
+            ErrorCode.NEVER_FITS,
+            f"the request may need {num_tokens} tokens of KV, {limits.blocks(num_tokens)} blocks; the worker has "
+            f"{limits.num_blocks} blocks, {limits.num_blocks * limits.block_size} tokens (engine.num_blocks)",
+        )
+
+
+def _check_sampling(sampling: Sampling, limits: Limits) -> None:
+    if sampling.max_tokens < 1:
+        raise invalid(f"max_tokens must be at least 1, got {sampling.max_tokens}", "max_tokens")
+    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
+        raise invalid(f"temperature must be a number of at least 0, got {sampling.temperature}", "temperature")
+    if not 0 < sampling.top_p <= 1:
+        raise invalid(f"top_p must be above 0 and at most 1, got {sampling.top_p}", "top_p")
+    wrong = next((t for t in sampling.stop_token_ids if not 0 <= t < limits.vocab_size), None)
+    if wrong is not None:
+        raise invalid(f"stop token id {wrong} is outside the vocabulary of {limits.vocab_size}", "stop_token_ids")
