@@ -1,0 +1,122 @@
+"""What the router has just sent to workers and their loads do not show yet: a ledger, so that a burst does not herd.
+
+    book ──► prefill outstanding ──prefill_done──► decode only ──release──► gone
+               └── counted twice over: as long as it is outstanding, and until the worker's next load shows it ──┘
+
+A load that comes in covers everything booked before it, but for a message still under way: so outstanding bookings
+bound the estimate from below. A worker's outputs are to be counted before the load of the same message.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Booking:
+    """Work of one attempt of one request."""
+
+    prefill_id: str
+    prefill_tokens: int  # to be computed: prompt without cached blocks
+    decode_id: str  # the mixed worker again where one worker does all
+    decode_blocks: int  # to be held beyond what is cached there
+
+
+@dataclass(slots=True)
+class _Account:
+    """One worker. `added` and `done` count since its last load."""
+
+    outstanding_tokens: int = 0
+    sequences: int = 0
+    added_tokens: int = 0
+    done_tokens: int = 0
+    added_sequences: int = 0
+    done_sequences: int = 0
+    added_blocks: int = 0
+    booked: set[str] = field(default_factory=set)
+
+
+class Bookings:
+    """Not thread-safe; every method is O(1)."""
+
+    def __init__(self) -> None:
+        self._accounts: dict[str, _Account] = {}
+        self._bookings: dict[str, Booking] = {}
+        self._computing: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._bookings)
+
+    def book(self, request_id: str, booking: Booking) -> None:
+        """Count a choice at once; a booking that the request had before is released."""
+        self.release(request_id)
+        self._bookings[request_id] = booking
+        self._computing.add(request_id)
+        p = self._account(booking.prefill_id, request_id)
+        p.outstanding_tokens += booking.prefill_tokens
+        p.added_tokens += booking.prefill_tokens
+        d = self._account(booking.decode_id, request_id)
+        d.sequences += 1
+        d.added_sequences += 1
+        d.added_blocks += booking.decode_blocks
+
+    def prefill_done(self, request_id: str) -> None:
+        """Token 1 is there."""
+        booking = self._bookings.get(request_id)
+        if booking is None or request_id not in self._computing:
+            return
+        self._computing.discard(request_id)
+        account = self._accounts[booking.prefill_id]
+        account.outstanding_tokens -= booking.prefill_tokens
+        account.done_tokens += booking.prefill_tokens
+
+    def release(self, request_id: str) -> None:
+        """The attempt is over, however it ended."""
+        self.prefill_done(request_id)
+        booking = self._bookings.pop(request_id, None)
+        if booking is None:
+            return
+        account = self._accounts[booking.decode_id]
+        account.sequences -= 1
+        account.done_sequences += 1
+        for worker_id in {booking.prefill_id, booking.decode_id}:
+            self._forget(worker_id, request_id)
+
+    def load_came(self, worker_id: str) -> None:
+        """A load of this worker came in: what was booked before is in it."""
+        account = self._accounts.get(worker_id)
+        if account is not None:
+            account.added_tokens = account.done_tokens = 0
+            account.added_sequences = account.done_sequences = 0
+            account.added_blocks = 0
+            self._drop_if_idle(worker_id)
+
+    def queued_tokens(self, worker_id: str, load_tokens: int) -> int:
+        """Prompt tokens to be computed before a new request, given what the last load said."""
+        a = self._accounts.get(worker_id, _IDLE)
+        return max(a.outstanding_tokens, load_tokens + a.added_tokens - a.done_tokens, 0)
+
+    def active_sequences(self, worker_id: str, load_sequences: int) -> int:
+        a = self._accounts.get(worker_id, _IDLE)
+        return max(a.sequences, load_sequences + a.added_sequences - a.done_sequences, 0)
+
+    def free_blocks(self, worker_id: str, load_blocks: int) -> int:
+        """May be negative: more is booked than the last load had free."""
+        return load_blocks - self._accounts.get(worker_id, _IDLE).added_blocks
+
+    def _account(self, worker_id: str, request_id: str) -> _Account:
+        account = self._accounts.setdefault(worker_id, _Account())
+        account.booked.add(request_id)
+        return account
+
+    def _forget(self, worker_id: str, request_id: str) -> None:
+        account = self._accounts.get(worker_id)
+        if account is not None:
+            account.booked.discard(request_id)
+
+    def _drop_if_idle(self, worker_id: str) -> None:
+        if not self._accounts[worker_id].booked:
+            del self._accounts[worker_id]
+
+
+_IDLE = _Account()

@@ -1,0 +1,74 @@
+"""Routes for people and for probes: pages, health, metrics, the cluster, and what happened to a request."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import JSONResponse, Response
+
+from services.protocol.errors import ErrorCode, RequestError
+from services.router.page import Page
+from services.router.types import Core
+
+ID_PREFIXES = ("chatcmpl-", "cmpl-")
+"""What answers put before a request's id."""
+
+
+def add_debug_routes(app: FastAPI, core: Core) -> None:
+    """Add them all; none of them needs a worker to be there."""
+    _add_probes(app, core)
+    _add_insight(app, core)
+    _add_pages(app)
+
+
+def _add_probes(app: FastAPI, core: Core) -> None:
+    @app.get("/health", summary="Liveness: this process answers", tags=["Probes"])
+    async def health() -> JSONResponse:
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/ready", summary="Readiness: a request could be served now", tags=["Probes"])
+    async def ready() -> JSONResponse:
+        is_ready, reason = core.ready()
+        if is_ready:
+            return JSONResponse({"status": "ready"})
+        return JSONResponse({"status": "not ready", "reason": reason}, 503)
+
+
+def _add_insight(app: FastAPI, core: Core) -> None:
+    @app.get("/metrics", summary="Metrics in Prometheus' text format", tags=["Insight"])
+    async def metrics() -> Response:
+        return Response(core.metrics_text(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    @app.get("/v1/cluster", summary="Workers, their blocks and their load", tags=["Insight"])
+    async def cluster() -> JSONResponse:
+        return JSONResponse(core.cluster())
+
+    @app.get("/debug/requests/{request_id:path}", summary="Where the time of a request went", tags=["Insight"])
+    async def request_debug(request_id: str) -> JSONResponse:
+        found = core.request_debug(request_id)
+        for prefix in ID_PREFIXES:
+            if found is None and request_id.startswith(prefix):
+                found = core.request_debug(request_id.removeprefix(prefix))
+        if found is None:
+            raise RequestError(
+                ErrorCode.NOT_FOUND,
+                f"The request {request_id[:150]!r} is unknown, or older than the last "
+                f"{core.config.router.timelines_kept} (setting router.timelines_kept)",
+            )
+        return JSONResponse(found)
+
+    @app.get("/debug/steps", summary="The last engine steps of one worker, or of all", tags=["Insight"])
+    async def steps(worker: str | None = None) -> JSONResponse:
+        return JSONResponse(await core.steps(worker))
+
+
+def _add_pages(app: FastAPI) -> None:
+    chat, docs = Page("index.html"), Page("docs.html")
+
+    @app.get("/", include_in_schema=False)
+    async def index() -> Response:
+        return chat.response()
+
+    @app.get("/docs", include_in_schema=False)
+    async def documentation() -> Response:
+        return docs.response()

@@ -1,0 +1,116 @@
+"""Requests in, token events out: admission, one `Run` for each request, and its end in every case."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Collection
+
+from services.protocol.errors import ErrorCode, RequestError
+from services.router.plan import check, sampling_proto
+from services.router.run import Deps, Run
+from services.router.timeline import FIRST_TOKEN, Timelines
+from services.router.types import RouterRequest, TokenEvent
+from services.router.view import RETRY_AFTER_S
+
+_log = logging.getLogger("pdray.router.flow")
+
+
+class Flow:
+    """One for all fronts of a router."""
+
+    def __init__(
+        self,
+        deps: Deps,
+        timelines: Timelines,
+        max_model_len: int,
+        eos_token_ids: Collection[int],
+        draw_seed: Callable[[], int],
+    ) -> None:
+        """``draw_seed`` gives a fresh 64-bit number for each request without a seed."""
+        self._deps = deps
+        self._timelines = timelines
+        self._max_model_len = max_model_len
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._draw_seed = draw_seed
+        self._active = 0
+        self._closing = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def active(self) -> int:
+        """Requests between admission and end."""
+        return self._active
+
+    def refuse_new(self) -> None:
+        """The router stops: what runs goes on, what is new gets 503."""
+        self._closing = True
+
+    async def idle(self, limit_s: float) -> bool:
+        """Wait until nothing runs; False where ``limit_s`` was not enough."""
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def stream(self, request: RouterRequest) -> AsyncGenerator[TokenEvent, None]:
+        """Tokens of one request as they come; the last event has a finish_reason.
+
+        Closing the generator, or cancelling the task that iterates it, aborts the request on its workers.
+
+        Raises:
+            RequestError: before the first event or after it; nothing follows.
+        """
+        self._admit(request)
+        is_front_s = self._timelines.live(request.request_id) is not None
+        timeline = self._timelines.open(request.request_id, request.label, request.received_s)
+        timeline.prompt_tokens = len(request.prompt_ids)
+        self._count(1)
+        run: Run | None = None
+        outcome = "cancelled"
+        try:
+            check(request, self._max_model_len)
+            seed = self._draw_seed() if request.sampling.seed is None else request.sampling.seed
+            sampling = sampling_proto(request.sampling, seed, self._eos_token_ids)
+            run = Run(self._deps, request, sampling, timeline)
+            await run.begin()
+            while True:
+                event = await run.next_event()
+                timeline.mark(FIRST_TOKEN)
+                if event.finish_reason:
+                    outcome = "ok"
+                yield event
+                if event.finish_reason:
+                    return
+        except RequestError as error:
+            outcome = str(error.code)
+            raise
+        finally:
+            self._count(-1)
+            if run is not None:
+                run.close(outcome)
+            if not is_front_s:
+                timeline.close(outcome)
+
+    def _admit(self, request: RouterRequest) -> None:
+        limit = self._deps.config.router.max_queue
+        if self._closing:
+            raise RequestError(ErrorCode.OVERLOADED, "this router is stopping", retry_after_s=RETRY_AFTER_S)
+        if self._active >= limit:
+            raise RequestError(
+                ErrorCode.OVERLOADED,
+                f"{self._active} requests are in this router, its limit is {limit} (router.max_queue)",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        _log.debug("request %s: %d prompt tokens", request.request_id, len(request.prompt_ids))
+
+    def _count(self, change: int) -> None:
+        self._active += change
+        self._deps.metrics.in_flight.set(self._active)
+        if self._active:
+            self._idle.clear()
+        else:
+            self._idle.set()

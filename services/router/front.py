@@ -1,0 +1,105 @@
+"""What HTTP and gRPC share: from a checked request to answers, with its text tokenized and its timeline opened."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass, field
+
+from services.protocol.errors import RequestError
+from services.router.answers import Answer, AnswerText
+from services.router.text import Text, context_tokens
+from services.router.types import ACCEPT, TOKENIZED, Core, RouterRequest, TimelineMarks, new_request_id
+from services.router.validate import Ask
+
+MAX_LABEL_CHARS = 128
+_NOT_IN_LABEL = re.compile(r"[^A-Za-z0-9._:/=+@\-]")
+
+
+def label_of(text: str) -> str:
+    """A client's request id as it may stand in headers and logs: a label, never a key."""
+    return _NOT_IN_LABEL.sub("", text[: 4 * MAX_LABEL_CHARS])[:MAX_LABEL_CHARS]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """A request as it reached the front, before its body was read."""
+
+    received_s: float = field(default_factory=time.monotonic)
+    request_id: str = field(default_factory=new_request_id)
+    label: str = ""
+    budget_s: float | None = None  # the client's own deadline
+
+
+class Front:
+    """One for all fronts of a router. Owns the text lanes: `close` it last."""
+
+    def __init__(self, core: Core) -> None:
+        """Raises ConfigError where the prepared model's tokenizer or template is unusable."""
+        self.core = core
+        self.model = core.config.model.served_name or core.card.name
+        context = context_tokens(core.card, core.config.model.max_model_len)
+        self.text = Text(core.card, context=context, max_pending=core.config.router.max_queue)
+
+    def close(self) -> None:
+        self.text.close()
+
+    def open(self, arrival: Arrival) -> TimelineMarks:
+        """The request's timeline. The caller closes it, or hands it to `answers`, whose answers close it."""
+        return self.core.timelines.open(arrival.request_id, arrival.label, arrival.received_s)
+
+    async def answers(self, ask: Ask, arrival: Arrival, timeline: TimelineMarks) -> list[Answer]:
+        """One answer for each prompt, none started yet. The first one takes over ``timeline``.
+
+        Raises:
+            RequestError: a prompt that cannot be tokenized or does not fit; the caller keeps ``timeline``.
+        """
+        timeline.mark(ACCEPT)
+        requests = await self._requests(ask, arrival)
+        echoed = [await self.text.decode(r.prompt_ids) if ask.echo else "" for r in requests]
+        timeline.mark(TOKENIZED)
+        answers = []
+        for index, request in enumerate(requests):
+            marks = timeline if index == 0 else self._open_another(request)
+            answer = Answer(index, self.core.flow, request, self._answer_text(ask), marks)
+            answer.echoed = echoed[index]
+            answers.append(answer)
+        return answers
+
+    async def _requests(self, ask: Ask, arrival: Arrival) -> list[RouterRequest]:
+        prompts = [await self._encode(prompt, i, len(ask.prompts)) for i, prompt in enumerate(ask.prompts)]
+        if ask.messages:
+            prompts = [await self.text.encode_chat(ask.messages)]
+        return [
+            RouterRequest(
+                request_id=arrival.request_id if index == 0 else new_request_id(),
+                prompt_ids=prompt_ids,
+                sampling=ask.sampling(len(prompt_ids), self.text.context),
+                salt=ask.salt,
+                label=arrival.label,
+                priority=ask.priority,
+                received_s=arrival.received_s,
+                budget_s=arrival.budget_s,
+            )
+            for index, prompt_ids in enumerate(prompts)
+        ]
+
+    async def _encode(self, prompt: str | tuple[int, ...], index: int, count: int) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            return await self.text.encode_prompt(prompt, "prompt" if count == 1 else f"prompt[{index}]")
+        return prompt
+
+    def _open_another(self, request: RouterRequest) -> TimelineMarks:
+        marks = self.core.timelines.open(request.request_id, request.label, request.received_s)
+        marks.mark(ACCEPT)
+        marks.mark(TOKENIZED)
+        return marks
+
+    def _answer_text(self, ask: Ask) -> AnswerText:
+        end_ids = frozenset(ask.stop_token_ids) | frozenset(() if ask.ignore_eos else self.core.card.eos_token_ids)
+        return AnswerText(self.text.detokenizer(), ask.stops, ask.min_tokens, end_ids)
+
+
+def outcome_of(error: BaseException) -> str:
+    """What a timeline is closed with when a request ends before it has an answer."""
+    return str(error.code) if isinstance(error, RequestError) else "cancelled"

@@ -1,0 +1,137 @@
+"""Text in the router: prompts and chats to token ids, and back. No torch, no transformers.
+
+Tokenizing runs off the event loop, in two lanes, so that a prompt of megabytes delays neither the loop nor short
+prompts. What cannot fit the context is refused by its size, before it is tokenized.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from tokenizers import Tokenizer
+
+from kvstore.errors import ConfigError
+from services.protocol.errors import ErrorCode, RequestError, invalid
+from services.protocol.model_card import ModelCard
+from services.router.detokenize import Detokenizer, Detokenizers
+from services.router.template import ChatTemplate, Message, no_template
+
+DEFAULT_CONTEXT_TOKENS = 8192
+"""Cap where config.model.max_model_len is 0."""
+LONG_TEXT_CHARS = 32 << 10
+"""Longer texts use the lane for long ones."""
+SHORT_LANE_THREADS = 2
+BUSY_RETRY_S = 1.0
+
+T = TypeVar("T")
+
+
+def context_tokens(card: ModelCard, max_model_len: int) -> int:
+    """Tokens of prompt and answer together; ``max_model_len`` as in config.model, 0 for the model's own limit."""
+    return min(card.max_model_len, max_model_len or DEFAULT_CONTEXT_TOKENS)
+
+
+def too_long(prompt_tokens: int, context: int, *, at_least: bool = False, param: str | None = None) -> RequestError:
+    """The refusal of a prompt that fills the context alone."""
+    count = f"at least {prompt_tokens}" if at_least else str(prompt_tokens)
+    return RequestError(
+        ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+        f"The prompt has {count} tokens; the context of this model is {context} tokens, prompt and answer together.",
+        param=param,
+    )
+
+
+class Text:
+    """The tokenizer and chat template of one model. One object serves all requests; `close` it after the last."""
+
+    def __init__(self, card: ModelCard, *, context: int, max_pending: int = 1024) -> None:
+        """``context``: see `context_tokens`. ``max_pending``: texts in the lanes at once; one more is refused (503).
+
+        Raises:
+            ConfigError: the tokenizer or the template of the prepared model is unusable.
+        """
+        try:
+            self._tokenizer = Tokenizer.from_file(str(card.tokenizer_path))
+        except Exception as exc:  # the tokenizers package raises bare Exception
+            raise ConfigError(f"model.path: {card.tokenizer_path} is unreadable: {exc}") from None
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.context = context
+        self.vocab_size = card.vocab_size
+        self._bos = (card.bos_token_id,) if card.add_bos and card.bos_token_id is not None else ()
+        self._template = ChatTemplate(card.chat_template, card.special_tokens) if card.chat_template else None
+        self._detokenizers = Detokenizers(self._tokenizer)
+        self._longest_token_bytes = max(len(token.encode()) for token in self._tokenizer.get_vocab())
+        self._max_pending = max_pending
+        self._pending = 0
+        self._short = ThreadPoolExecutor(SHORT_LANE_THREADS, thread_name_prefix="pdray-text")
+        self._long = ThreadPoolExecutor(1, thread_name_prefix="pdray-long-text")
+
+    def close(self) -> None:
+        """End the lanes; texts that wait in them are dropped."""
+        self._short.shutdown(wait=False, cancel_futures=True)
+        self._long.shutdown(wait=False, cancel_futures=True)
+
+    async def encode_prompt(self, text: str, param: str = "prompt") -> tuple[int, ...]:
+        """Ids of a plain prompt, with the start token in front where the model wants one.
+
+        Raises:
+            RequestError: the text is too long, or gives no token at all.
+        """
+        self._check_size(len(text), param)
+        ids = self._bos + await self._in_lane(len(text), lambda: self._encode(text))
+        if not ids:
+            raise invalid("the prompt is empty, and this model has no start token to begin with", param)
+        return ids
+
+    async def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Ids of a chat up to where the assistant is to answer. Start tokens are the template's business.
+
+        Raises:
+            RequestError: no template, messages it refuses, or too long a text.
+        """
+        template = self._template
+        if template is None:
+            raise no_template()
+        chars = sum(len(str(message.get("content") or "")) for message in messages)
+        self._check_size(chars, "messages")
+        ids = await self._in_lane(chars, lambda: self._encode(template.render(messages)))
+        if not ids:
+            raise invalid("the chat gives an empty prompt", "messages")
+        return ids
+
+    async def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids at once, special tokens left out."""
+        return await self._in_lane(len(ids), lambda: self._detokenizers.decode(ids))
+
+    def detokenizer(self) -> Detokenizer:
+        """State for one answer."""
+        return self._detokenizers.make()
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        try:  # encode_batch lets go of the interpreter while it works; encode does not
+            return tuple(self._tokenizer.encode_batch([text], add_special_tokens=False)[0].ids)
+        except UnicodeEncodeError:
+            raise invalid("the text holds a lone surrogate, which is not valid text") from None
+
+    def _check_size(self, chars: int, param: str) -> None:
+        least = -(-chars // self._longest_token_bytes)
+        if least > self.context:
+            raise too_long(least, self.context, at_least=True, param=param)
+
+    async def _in_lane(self, chars: int, work: Callable[[], T]) -> T:
+        if self._pending >= self._max_pending:
+            raise RequestError(
+                ErrorCode.OVERLOADED,
+                f"{self._pending} prompts wait to be tokenized (setting router.max_queue)",
+                retry_after_s=BUSY_RETRY_S,
+            )
+        lane = self._long if chars > LONG_TEXT_CHARS else self._short
+        self._pending += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(lane, work)
+        finally:
+            self._pending -= 1

@@ -1,0 +1,264 @@
+"""A request's fields, checked one by one before anything is tokenized; then its limits, once the prompt is.
+
+Where servers differ: max_tokens 0 is an error (but for completions with echo), so is the stop text ""; top_k past the
+vocabulary is off; both token limits may be given if they are equal; a start token alone is a prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.protocol.errors import ErrorCode, RequestError, invalid
+from services.router.features import KNOWN_WITHOUT_EFFECT, NOT_THERE
+from services.router.fields import Fields, shown, whole
+from services.router.messages import read_messages
+from services.router.template import Message
+from services.router.text import too_long
+from services.router.types import SamplingSpec
+
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 256
+MAX_PROMPTS = 16
+MAX_SALT_CHARS = 256
+MAX_LABEL_CHARS = 512
+INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
+ANY_COUNT = 2**62
+"""Upper bound where only the context limits a number of tokens."""
+
+Prompt = str | tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """A checked request. Exactly one of ``prompts`` and ``messages`` is not empty."""
+
+    prompts: tuple[Prompt, ...] = ()
+    messages: tuple[Message, ...] = ()
+    stream: bool = False
+    include_usage: bool = False  # in a stream; always told otherwise
+    echo: bool = False
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    max_tokens: int | None = None  # None: what the context leaves
+    max_tokens_field: str = "max_tokens"  # as the client wrote it
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stops: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    salt: str = ""
+    priority: int = 0
+    ignored: tuple[str, ...] = ()  # fields that nobody knows
+
+    def sampling(self, prompt_tokens: int, context: int) -> SamplingSpec:
+        """The limits and the way to sample for a prompt of ``prompt_tokens``.
+
+        Raises:
+            RequestError: the context does not hold prompt and answer; the message has the numbers.
+        """
+        room = context - prompt_tokens
+        asked = self.max_tokens
+        if asked is not None and asked > room:
+            raise RequestError(
+                ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+                f"The prompt has {prompt_tokens} tokens and {self.max_tokens_field} is {asked}: together more than "
+                f"the context of {context} tokens.",
+                param=self.max_tokens_field if room > 0 else None,
+            )
+        if asked is None and room < 1:
+            raise too_long(prompt_tokens, context)
+        limit = room if asked is None else asked
+        if self.min_tokens > limit:
+            raise _min_above_max(self.min_tokens, limit)
+        return SamplingSpec(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            seed=self.seed,
+            max_tokens=limit,
+            min_tokens=self.min_tokens,
+            ignore_eos=self.ignore_eos,
+            stop_token_ids=self.stop_token_ids,
+        )
+
+
+def chat_ask(body: Mapping[str, Any], model: str, vocab_size: int) -> Ask:
+    """Check the body of /v1/chat/completions.
+
+    Raises:
+        RequestError: 400 or 404; ``param`` names the field at fault.
+    """
+    fields = Fields(body)
+    _check_model(fields, model)
+    common = _common(fields, vocab_size, echo=False)
+    messages = read_messages(fields)
+    return Ask(messages=messages, **common, ignored=fields.unread())
+
+
+def completion_ask(body: Mapping[str, Any], model: str, vocab_size: int) -> Ask:
+    """Check the body of /v1/completions; a gRPC request takes the same way.
+
+    Raises:
+        RequestError: 400 or 404; ``param`` names the field at fault.
+    """
+    fields = Fields(body)
+    _check_model(fields, model)
+    echo = bool(fields.flag("echo"))
+    common = _common(fields, vocab_size, echo=echo)
+    prompts = _prompts(fields, vocab_size)
+    return Ask(prompts=prompts, echo=echo, **common, ignored=fields.unread())
+
+
+def _check_model(fields: Fields, model: str) -> None:
+    asked = fields.text("model")
+    if asked is not None and asked != model:
+        raise RequestError(
+            ErrorCode.MODEL_NOT_FOUND,
+            f"The model {shown(asked)} does not exist here; this server has {model!r}",
+            param="model",
+        )
+
+
+def _common(fields: Fields, vocab_size: int, *, echo: bool) -> dict[str, Any]:
+    """Fields of `Ask` that both endpoints share."""
+    _check_features(fields)
+    _check_labels(fields)
+    stream = bool(fields.flag("stream"))
+    max_tokens, max_tokens_field = _max_tokens(fields, echo=echo)
+    return {
+        "stream": stream,
+        "include_usage": _include_usage(fields, stream=stream),
+        "temperature": _default(fields.number("temperature", 0, 2), 1.0),
+        "top_p": _default(fields.number("top_p", 0, 1, above_low=True), 1.0),
+        "top_k": _top_k(fields, vocab_size),
+        "seed": fields.integer("seed", -INT64_MAX - 1, INT64_MAX),
+        "max_tokens": max_tokens,
+        "max_tokens_field": max_tokens_field,
+        "min_tokens": _min_tokens(fields, max_tokens),
+        "ignore_eos": bool(fields.flag("ignore_eos")),
+        "stops": _stops(fields),
+        "stop_token_ids": _stop_token_ids(fields, vocab_size),
+        "salt": fields.text("cache_salt", max_chars=MAX_SALT_CHARS) or "",
+        "priority": fields.integer("priority", -INT32_MAX - 1, INT32_MAX) or 0,
+    }
+
+
+def _default(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _check_features(fields: Fields) -> None:
+    fields.integer("n", 1, INT32_MAX)
+    fields.only("n", (1, 1.0), "n above 1")
+    for key, (neutral, what) in NOT_THERE.items():
+        fields.only(key, neutral, what)
+
+
+def _check_labels(fields: Fields) -> None:
+    for key in ("user", "prompt_cache_key", "safety_identifier"):
+        fields.text(key, max_chars=MAX_LABEL_CHARS)
+    fields.object("metadata")
+    for key in KNOWN_WITHOUT_EFFECT:
+        fields.raw(key)
+
+
+def _include_usage(fields: Fields, *, stream: bool) -> bool:
+    options = fields.object("stream_options")
+    if options is None:
+        return False
+    if not stream:
+        raise invalid("stream_options is only allowed with stream: true", "stream_options")
+    inner = Fields(options, "stream_options")
+    return bool(inner.flag("include_usage"))
+
+
+def _max_tokens(fields: Fields, *, echo: bool) -> tuple[int | None, str]:
+    low = 0 if echo else 1
+    old = fields.integer("max_tokens", low, ANY_COUNT)
+    new = fields.integer("max_completion_tokens", low, ANY_COUNT)
+    if old is not None and new is not None and old != new:
+        raise invalid(
+            f"max_tokens is {old} and max_completion_tokens is {new}: give one of them", "max_completion_tokens"
+        )
+    return (old, "max_tokens") if new is None else (new, "max_completion_tokens")
+
+
+def _min_tokens(fields: Fields, max_tokens: int | None) -> int:
+    least = fields.integer("min_tokens", 0, ANY_COUNT) or 0
+    if max_tokens is not None and least > max_tokens:
+        raise _min_above_max(least, max_tokens)
+    return least
+
+
+def _min_above_max(least: int, limit: int) -> RequestError:
+    return invalid(f"min_tokens is {least}, more than the {limit} tokens that the answer may have", "min_tokens")
+
+
+def _top_k(fields: Fields, vocab_size: int) -> int:
+    """0 is off; so are −1 and what the vocabulary does not reach."""
+    top_k = fields.integer("top_k", -1, ANY_COUNT) or 0
+    return top_k if 0 < top_k < vocab_size else 0
+
+
+def _stops(fields: Fields) -> tuple[str, ...]:
+    value = fields.raw("stop")
+    items = [value] if isinstance(value, str) else fields.items("stop", max_items=MAX_STOPS) or []
+    for item in items:
+        if not isinstance(item, str):
+            raise invalid(f"stop must be text or a list of texts, got {shown(item)}", "stop")
+        if not item:
+            raise invalid("stop must not hold an empty text", "stop")
+        if len(item) > MAX_STOP_CHARS:
+            raise invalid(f"a stop text has {len(item)} characters, at most {MAX_STOP_CHARS} are allowed", "stop")
+    return tuple(dict.fromkeys(items))
+
+
+def _stop_token_ids(fields: Fields, vocab_size: int) -> tuple[int, ...]:
+    items = fields.items("stop_token_ids", max_items=MAX_STOP_TOKEN_IDS) or []
+    return token_ids(items, vocab_size, "stop_token_ids")
+
+
+def _prompts(fields: Fields, vocab_size: int) -> tuple[Prompt, ...]:
+    value = fields.raw("prompt")
+    if value is None:
+        raise invalid("prompt is missing", "prompt")
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list):
+        raise invalid(f"prompt must be text, token ids, or a list of either, got {shown(value)}", "prompt")
+    if not value:
+        raise invalid("prompt is an empty list", "prompt")
+    if not isinstance(value[0], str | list):
+        return (token_ids(value, vocab_size, "prompt"),)
+    if len(value) > MAX_PROMPTS:
+        raise invalid(f"prompt holds {len(value)} prompts, at most {MAX_PROMPTS} are allowed", "prompt")
+    return tuple(_one_prompt(item, value[0], vocab_size, f"prompt[{i}]") for i, item in enumerate(value))
+
+
+def _one_prompt(item: Any, first: Any, vocab_size: int, path: str) -> Prompt:
+    if type(item) is not type(first):
+        raise invalid(f"{path} is not of the same kind as the prompts before it, got {shown(item)}", path)
+    if isinstance(item, str):
+        return item
+    if not item:
+        raise invalid(f"{path} is an empty list of token ids", path)
+    return token_ids(item, vocab_size, path)
+
+
+def token_ids(items: Sequence[Any], vocab_size: int, path: str) -> tuple[int, ...]:
+    """Check ids against the vocabulary.
+
+    Raises:
+        RequestError: one is no whole number from 0 to vocab_size − 1.
+    """
+    ids = tuple(whole(item) for item in items)
+    for i, token_id in enumerate(ids):
+        if token_id is None or not 0 <= token_id < vocab_size:
+            raise invalid(
+                f"{path}[{i}] must be a token id from 0 to {vocab_size - 1}, got {shown(items[i])}", f"{path}[{i}]"
+            )
+    return ids  # type: ignore[return-value]

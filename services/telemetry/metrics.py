@@ -1,0 +1,167 @@
+"""Every metric of pdray, declared once.
+
+Names begin with ``pdray_``. What a worker counted carries the labels role and worker, and is read from the worker's
+latest load at scrape time, so a gauge can never be left over from a request that ended. Times are in seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
+
+from services.protocol.proto import worker_pb2
+
+_LATENCY_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSample:
+    """One attached worker as the collector sees it."""
+
+    worker: str
+    role: str
+    load: worker_pb2.Load
+
+
+WORKER_GAUGES: dict[str, str] = {
+    "running": "Sequences in the running batch.",
+    "waiting": "Sequences that wait to be scheduled.",
+    "waiting_prefill_tokens": "Prompt tokens admitted and not yet computed.",
+    "step_ms": "Moving mean of a decode step, milliseconds.",
+    "prefill_tokens_per_s": "Moving mean of prefill speed.",
+}
+WORKER_COUNTERS: dict[str, str] = {
+    "prompt_tokens_computed": "Prompt tokens forwarded through the model.",
+    "prompt_tokens_cached": "Prompt tokens whose KV was there before the request.",
+    "tokens_generated": "Tokens sampled.",
+    "tokens_forwarded": "Tokens forwarded: prompt, decode and recomputed together.",
+    "decode_tokens_forwarded": "Generated tokens forwarded by decode steps.",
+    "tokens_recomputed": "Tokens forwarded again after a preemption or a failure.",
+    "preemptions": "Sequences preempted for want of blocks.",
+}
+BLOCK_STATES = ("free", "used", "cached", "reserved", "quarantined")
+
+
+class WorkerCollector(Collector):
+    """Turns the latest loads into metrics when they are scraped; a worker that is gone has no series."""
+
+    def __init__(self, samples: Callable[[], Iterable[WorkerSample]]) -> None:
+        self._samples = samples
+
+    def describe(self) -> Iterator[Metric]:
+        """Names and texts, without asking for samples: registering happens before there are any."""
+        return self._families(())
+
+    def collect(self) -> Iterator[Metric]:
+        return self._families(list(self._samples()))
+
+    def _families(self, samples: Sequence[WorkerSample]) -> Iterator[Metric]:
+        labels = ("role", "worker")
+        for name, text in WORKER_GAUGES.items():
+            gauge = GaugeMetricFamily(f"pdray_worker_{name}", text, labels=labels)
+            for s in samples:
+                gauge.add_metric((s.role, s.worker), float(getattr(s.load, name)))
+            yield gauge
+        for name, text in WORKER_COUNTERS.items():
+            counter = CounterMetricFamily(f"pdray_worker_{name}", text, labels=labels)
+            for s in samples:
+                counter.add_metric((s.role, s.worker), float(getattr(s.load, name)))
+            yield counter
+        yield self._blocks(samples)
+
+    @staticmethod
+    def _blocks(samples: Sequence[WorkerSample]) -> Metric:
+        blocks = GaugeMetricFamily(
+            "pdray_worker_kv_blocks",
+            "KV blocks by state; the states add up to all.",
+            labels=("role", "worker", "state"),
+        )
+        for s in samples:
+            for state in BLOCK_STATES:
+                blocks.add_metric((s.role, s.worker, state), float(getattr(s.load, f"blocks_{state}")))
+        return blocks
+
+
+class RouterMetrics:
+    """What the router counts, in a registry of its own (several routers may live in one process)."""
+
+    def __init__(self, workers: Callable[[], Iterable[WorkerSample]] = tuple) -> None:
+        registry = CollectorRegistry(auto_describe=True)
+        self.registry = registry
+        self.requests = Counter(
+            "pdray_requests", "Requests that ended, by outcome: ok, cancelled or an error code.", ["outcome"],
+            registry=registry,
+        )  # fmt: skip
+        self.in_flight = Gauge("pdray_requests_in_flight", "Requests between admission and end.", registry=registry)
+        self.prompt_tokens = Counter("pdray_prompt_tokens", "Prompt tokens of finished requests.", registry=registry)
+        self.cached_tokens = Counter(
+            "pdray_cached_tokens", "Those of them whose KV existed before the request.", registry=registry
+        )
+        self.output_tokens = Counter("pdray_output_tokens", "Tokens given to clients.", registry=registry)
+        self._declare_times(registry)
+        self._declare_failures(registry)
+        registry.register(WorkerCollector(workers))
+        ProcessCollector(namespace="pdray_router", registry=registry)
+
+    def _declare_times(self, registry: CollectorRegistry) -> None:
+        self.ttft_s = Histogram(
+            "pdray_ttft_seconds",
+            "Received to first token at the client's socket.",
+            buckets=_LATENCY_S,
+            registry=registry,
+        )
+        self.e2e_s = Histogram(
+            "pdray_e2e_seconds", "Received to the end of the answer.", buckets=_LATENCY_S, registry=registry
+        )
+        self.tpot_s = Histogram(
+            "pdray_tpot_seconds", "Mean time per token after the first, of answers of at least two tokens.",
+            buckets=_TOKEN_S, registry=registry,
+        )  # fmt: skip
+        self.itl_s = Histogram(
+            "pdray_itl_seconds", "Time between two token messages of a stream.", buckets=_TOKEN_S, registry=registry
+        )
+        self.queue_s = Histogram(
+            "pdray_queue_seconds", "Tokenized to first scheduled on a worker.", buckets=_LATENCY_S, registry=registry
+        )
+        self.predicted_s = Histogram(
+            "pdray_predicted_ttft_seconds", "What the policy predicted for its choice.", buckets=_LATENCY_S,
+            registry=registry,
+        )  # fmt: skip
+
+    def _declare_failures(self, registry: CollectorRegistry) -> None:
+        self.retries = Counter(
+            "pdray_retries",
+            "New attempts on other workers, by the error that caused them.",
+            ["code"],
+            registry=registry,
+        )
+        self.retargets = Counter("pdray_retargets", "Hand-offs sent to another decode worker.", registry=registry)
+        self.stale_tokens = Counter(
+            "pdray_stale_messages",
+            "Outputs of attempts that were over; dropped and answered by Abort.",
+            registry=registry,
+        )
+        self.duplicates_differing = Counter(
+            "pdray_duplicates_differing", "Requests failed since two workers disagreed on a token.", registry=registry
+        )
+        self.worker_losses = Counter(
+            "pdray_worker_losses", "Workers lost or stalled, by reason.", ["reason"], registry=registry
+        )
+        self.redis_up = Gauge("pdray_redis_up", "1 while the block index answers.", registry=registry)
+        self.view_gaps_repaired = Counter(
+            "pdray_view_gaps_repaired", "Times a worker's set of blocks was read again.", registry=registry
+        )
+        self.index_ignored = Counter(
+            "pdray_index_ignored", "Entries of the index that were junk, unsigned or of unknown workers.",
+            registry=registry,
+        )  # fmt: skip
+
+    def text(self) -> bytes:
+        """The exposition in text format 0.0.4."""
+        return generate_latest(self.registry)
