@@ -1,3 +1,45 @@
+# pdray: make help
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+VENV := .venv/bin
+ARGS ?=
+TESTS ?= tests
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */  make \1|/' | column -t -s '|'
+
+setup:  ## make .venv with everything; quick where nothing changed (options: head of tools/setup.sh)
+	@tools/setup.sh
+
+run: setup  ## set up if need be, then serve on this machine: make run ARGS="--prefill 2"
+	@exec $(VENV)/pdray serve $(ARGS)
+
+test: setup  ## all tests but the slow ones
+	$(VENV)/pytest -q -m "not slow" $(TESTS)
+
+test-all: setup  ## all tests
+	$(VENV)/pytest -q $(TESTS)
+
+lint: setup  ## style, types, import arrows
+	$(VENV)/ruff check .
+	$(VENV)/ruff format --check .
+	$(VENV)/mypy
+	$(VENV)/lint-imports
+
+check: lint test  ## what CI runs
+
+bench: setup  ## hand-off and step benchmarks, one JSON line each
+	@for part in services/bench/[a-z]*.py; do \
+		name=$$(basename $$part .py); \
+		echo "== services.bench.$$name" >&2; $(VENV)/python -m services.bench.$$name $(ARGS) || exit 1; \
+	done
+
 proto:  ## regenerate the protobuf stubs
-	.venv/bin/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. services/protocol/proto/*.proto
-.PHONY: proto
+	$(VENV)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. services/protocol/proto/*.proto
+
+clean:  ## remove .venv, caches and build output
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	find services kvstore tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.PHONY: help setup run test test-all lint check bench proto clean

@@ -165,6 +165,8 @@ class RedisConfig:
 
     url: str = "embedded"
     """``embedded`` (a Valkey that `pdray serve` starts), ``none``, or redis://…, rediss://…"""
+    is_embedded: bool = False
+    """``url`` is the server that this application itself started; set by the start, shown at /v1/cluster."""
     namespace: str = "default"
     ttl_s: float = 15.0
     """Life of a worker's keys after its last heartbeat."""
@@ -243,6 +245,8 @@ def _coerce(value: Any, kind: Any, path: str) -> Any:
     if kind in (int, float):
         if isinstance(value, bool):
             raise ConfigError(f"{path} must be a number, got {value!r}")
+        if kind is int and isinstance(value, float) and not value.is_integer():
+            raise ConfigError(f"{path} must be a whole number, got {value!r}")
         try:
             return kind(value)
         except (TypeError, ValueError):
@@ -304,17 +308,31 @@ def _dotted_names(cls: type, path: str = "") -> list[str]:
     return names
 
 
+def _merge(under: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """``over`` laid on ``under``, section by section."""
+    merged = dict(under)
+    for key, value in over.items():
+        below = merged.get(key)
+        merged[key] = _merge(below, value) if isinstance(below, dict) and isinstance(value, Mapping) else value
+    return merged
+
+
 def load(
     file: str | Path | None = None,
     overrides: Mapping[str, Any] = types.MappingProxyType({}),
     environ: Mapping[str, str] | None = None,
+    defaults: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> ServeConfig:
-    """Read a YAML file, then PDRAY_* variables, then ``overrides`` with dotted names; the later wins.
+    """Read ``defaults``, a YAML file, PDRAY_* variables, ``overrides``; the later wins, a None says nothing.
+
+    ``defaults`` and ``overrides`` have dotted names.
 
     Raises:
         ConfigError: an unknown key, a wrong type or an impossible value; the message starts with the dotted path.
     """
     tree: dict[str, Any] = {}
+    for dotted, value in defaults.items():
+        _put(tree, dotted, value)
     if file is not None:
         try:
             loaded = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
@@ -322,7 +340,7 @@ def load(
             raise ConfigError(f"config file {file}: {exc}") from None
         if loaded is not None and not isinstance(loaded, dict):
             raise ConfigError(f"config file {file} must hold a mapping")
-        tree = loaded or {}
+        tree = _merge(tree, loaded or {})
     for dotted, value in _from_environment(os.environ if environ is None else environ).items():
         _put(tree, dotted, value)
     for dotted, value in overrides.items():
@@ -350,6 +368,12 @@ def set_mooncake_environment(config: TransferConfig, environ: MutableMapping[str
     env.setdefault("MC_TCP_ENABLE_CONNECTION_POOL", "1")
     if config.protocol == "tcp":
         env.setdefault("MC_FORCE_TCP", "1")
+
+
+def set_ray_environment(environ: MutableMapping[str, str] | None = None) -> None:
+    """Set what a Ray cluster of our own needs: no usage report leaves the machine. Call before ray is imported."""
+    env = os.environ if environ is None else environ
+    env.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 
 def home() -> Path:

@@ -8,7 +8,6 @@ transfer child ends ─► its tickets are lost (that fenced them), it is starte
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import socket
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from kvstore.transfer.client import TransferClient
 from services import config as settings
 from services.config import ServeConfig
 from services.engine import messages as m
+from services.engine.child import child_config
 from services.protocol.errors import ErrorCode, RequestError
 from services.protocol.model_card import ModelCard
 from services.worker.core import WorkerCore
@@ -110,19 +110,18 @@ class Children:
 
     async def _start_engine(self, memory: KVMemory, progress: socket.socket) -> None:
         self._engine_ready = asyncio.get_running_loop().create_future()
-        c = self._config
-        arguments = {
-            "model_folder": str(self._card.folder),
-            "role": self._core.registration.role,
-            "dtype": self._core.registration.fingerprint.dtype,
-            "num_threads": c.engine.num_threads,
-            "max_model_len": self._core.registration.max_model_len,
-            "engine": settings.to_dict(c)["engine"],
-        }
-        fds = (memory.fd, progress.fileno())
-        await self._engine.start(
-            "services.engine.child", [str(fds[0]), str(fds[1]), json.dumps(arguments)], pass_fds=fds
+        core = self._core
+        arguments = child_config(
+            folder=self._card.folder,
+            role=core.registration.role,
+            dtype=core.registration.fingerprint.dtype,
+            max_model_len=core.registration.max_model_len,
+            engine=self._config.engine,
+            geometry=core.geometry,
+            trust_remote_code=self._config.model.trust_remote_code,
         )
+        fds = (memory.fd, progress.fileno())
+        await self._engine.start("services.engine.child", [str(fds[0]), str(fds[1]), arguments], pass_fds=fds)
         self._core.send_engine = self._engine.send
         try:
             ready = await asyncio.wait_for(self._engine_ready, ENGINE_START_S)

@@ -55,7 +55,7 @@ class Cluster:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.http_port}"
 
-    async def start(self) -> Cluster:
+    async def start(self, wait: bool = True) -> Cluster:
         names = [f"{role}-{i}" for role in ("prefill", "decode", "mixed") for i in range(getattr(self, role))]
         ports = free_ports(len(names) + 2)
         self.http_port, self.grpc_port = ports[-2:]
@@ -64,7 +64,8 @@ class Cluster:
             self.start_worker(name)
         self.start_router()
         try:
-            await self.ready()
+            if wait:
+                await self.ready()
         except BaseException:
             await self._kill_all()
             raise
@@ -107,6 +108,11 @@ class Cluster:
             reply = await (client or own).get(f"{self.url}/v1/cluster", timeout=5)
             data: dict[str, Any] = reply.json()
             return data
+
+    def complete(self, prompt: list[int] | str, **body: Any) -> httpx.Response:
+        """One greedy completion over HTTP."""
+        values = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True, **body}
+        return httpx.post(f"{self.url}/v1/completions", json=values, timeout=120)
 
     async def worker(self, name: str) -> dict[str, Any]:
         return next(w for w in (await self.cluster())["workers"] if w["worker_id"] == name)

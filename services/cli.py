@@ -1,0 +1,195 @@
+"""The command line: pdray serve | prepare | doctor | version.
+
+Each command imports what it needs only when it runs: `pdray --help` loads neither Ray nor torch.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from kvstore.errors import ConfigError
+from services.config import DTYPES, ServeConfig, home, load
+from services.start.system import StartError
+
+app = typer.Typer(
+    name="pdray",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Serves language models with prefill and decode apart, on Ray.",
+)
+
+Model = Annotated[
+    str | None, typer.Option(help="Folder, Hugging Face id, GGUF file, or `default` (SmolLM2-135M-Instruct).")
+]
+Dtype = Annotated[str | None, typer.Option(help=f"Of weights and KV: {', '.join(DTYPES)}.")]
+Config = Annotated[Path | None, typer.Option(help="YAML file with settings.", exists=True, dir_okay=False)]
+RedisUrl = Annotated[str | None, typer.Option(help="redis://…, `embedded` (a Valkey of our own) or `none`.")]
+Transport = Annotated[str | None, typer.Option(help="How KV moves: auto, mooncake, tcp, or module:Class.")]
+Port = Annotated[int | None, typer.Option(help="HTTP port of the router; 0: a free one.", min=0, max=65535)]
+GrpcPort = Annotated[int | None, typer.Option(help="gRPC port of the router; 0: a free one.", min=0, max=65535)]
+Set = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting by its dotted name; repeatable.")
+]
+
+
+def _fail(message: str) -> typer.Exit:
+    Console(stderr=True, soft_wrap=True).print(f"error: {message}", style="bold red", markup=False, highlight=False)
+    return typer.Exit(1)
+
+
+def parse_sets(pairs: list[str]) -> dict[str, Any]:
+    """``["engine.block_size=32"]`` as a mapping. Raises ConfigError for an item without ``=``."""
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not key or not equals:
+            raise ConfigError(f"--set {pair}: give it as KEY=VALUE, for example --set engine.block_size=32")
+        found[key.strip()] = value
+    return found
+
+
+def load_config(file: Path | None, sets: list[str] | None, options: dict[str, Any]) -> ServeConfig:
+    """File, then PDRAY_* variables, then --set, then the options that were given. Raises ConfigError."""
+    given = {name: value for name, value in options.items() if value is not None}
+    return load(file, {**parse_sets(sets or []), **given})
+
+
+@app.command()
+def serve(
+    model: Model = None,
+    prefill: Annotated[int | None, typer.Option(help="Prefill workers.", show_default="1", min=0)] = None,
+    decode: Annotated[int | None, typer.Option(help="Decode workers.", show_default="1", min=0)] = None,
+    mixed: Annotated[
+        int | None, typer.Option(help="Workers that take whole requests.", show_default="0", min=0)
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address the router listens on.", show_default="127.0.0.1")] = None,
+    port: Port = None,
+    grpc_port: GrpcPort = None,
+    dtype: Dtype = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Tokens of prompt and answer together.", min=0)] = None,
+    block_size: Annotated[int | None, typer.Option(help="Tokens of a KV block.", show_default="16", min=1)] = None,
+    num_blocks: Annotated[int | None, typer.Option(help="KV blocks of each worker; 0: by memory.", min=0)] = None,
+    transport: Transport = None,
+    redis_url: RedisUrl = None,
+    namespace: Annotated[str | None, typer.Option(help="Separates applications in one Redis.")] = None,
+    log_dir: Annotated[str | None, typer.Option(help="Folder for Ray's session and all logs.")] = None,
+    dashboard: Annotated[
+        bool, typer.Option("--dashboard", help="Start Ray's dashboard; `serve status` needs it.")
+    ] = False,
+    config: Config = None,
+    sets: Set = None,
+) -> None:
+    """Start router, prefill and decode workers on this machine, and stop them all with Ctrl-C."""
+    from services.launch import run
+
+    options = {
+        "model.path": model,
+        "prefill": prefill,
+        "decode": decode,
+        "mixed": mixed,
+        "router.host": host,
+        "router.port": port,
+        "router.grpc_port": grpc_port,
+        "model.dtype": dtype,
+        "model.max_model_len": max_model_len,
+        "engine.block_size": block_size,
+        "engine.num_blocks": num_blocks,
+        "transfer.transport": transport,
+        "redis.url": redis_url,
+        "redis.namespace": namespace,
+        "log_dir": log_dir,
+    }
+    try:
+        run(load_config(config, sets, options), Console(soft_wrap=True), dashboard=dashboard)
+    except (ConfigError, StartError) as exc:
+        raise _fail(str(exc)) from None
+
+
+@app.command()
+def prepare(
+    model: Model = "default",
+    dtype: Dtype = "auto",
+    cache_dir: Annotated[
+        Path | None, typer.Option(help="Where prepared models lie.", show_default="~/.cache/pdray/models")
+    ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
+    ] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Bare lines, for other programs.")] = False,
+) -> None:
+    """Turn a model into the folder that router and workers read; quick where it is there already."""
+    from services.engine.prepare import prepare as prepare_folder
+    from services.start.model import result_line
+
+    out = Console(soft_wrap=True)
+
+    def tell(line: str) -> None:
+        out.print(line, markup=False, highlight=False)
+
+    try:
+        folder = prepare_folder(
+            model or "default",
+            cache_dir=cache_dir or home() / "models",
+            dtype=dtype or "auto",
+            progress=tell,
+            trust_remote_code=trust_remote_code,
+        )
+    except ConfigError as exc:
+        if plain:
+            tell(" ".join(str(exc).split()))
+            raise typer.Exit(1) from None
+        raise _fail(str(exc)) from None
+    tell(result_line(folder) if plain else str(folder))
+
+
+@app.command()
+def doctor(
+    model: Model = None,
+    transport: Transport = None,
+    redis_url: RedisUrl = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    config: Config = None,
+    sets: Set = None,
+) -> None:
+    """Check what serving needs here, and tell what mends each finding. Exit code 1 where serving cannot work."""
+    from services.doctor.checks import run_checks, to_json
+    from services.present import show_checks
+
+    options = {"model.path": model, "transfer.transport": transport, "redis.url": redis_url}
+    try:
+        checks = run_checks(load_config(config, sets, options))
+    except ConfigError as exc:
+        raise _fail(str(exc)) from None
+    console = Console(soft_wrap=as_json)
+    if as_json:
+        console.print(to_json(checks), markup=False, highlight=False)
+    else:
+        show_checks(console, checks)
+    if any(check.level == "error" for check in checks):
+        raise typer.Exit(1)
+
+
+@app.command()
+def version() -> None:
+    """The version of pdray and of what it stands on."""
+    console = Console()
+    for name in ("pdray", "ray", "torch", "transformers"):
+        console.print(f"{name} {importlib.metadata.version(name)}", highlight=False)
+    console.print(f"python {sys.version.split()[0]}", highlight=False)
+
+
+def main() -> None:
+    """Entry point of the ``pdray`` command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

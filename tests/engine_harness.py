@@ -1,0 +1,121 @@
+"""An engine in this process, for tests: feed messages, run steps, collect what comes out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvstore.blocks import block_names, namespace_root
+from kvstore.geometry import KVGeometry, KVGroup
+from kvstore.pool import BlockPool
+from kvstore.tensors import KVMemory
+from services.engine.core import Engine, Progress
+from services.engine.intake import Limits
+from services.engine.loader import LoadedModel
+from services.engine.messages import AddSequence, Sampling, SequenceOutput, StepDone
+from services.engine.runner import Runner
+from services.engine.scheduler import Scheduler
+
+ROOT = namespace_root(salt="", model="m", tokenizer="t", dtype="float32", block_size=16, layout_version=1)
+
+
+def sequence(
+    seq_id: str, prompt_ids: Sequence[int], *, block_size: int = 16, named: bool = True, **kwargs: Any
+) -> AddSequence:
+    """AddSequence with the prompt's names and, unless given, greedy sampling of 16 tokens."""
+    sampling = kwargs.pop("sampling", None) or Sampling()
+    names = tuple(block_names(prompt_ids, block_size, ROOT)) if named else ()
+    root = ROOT if named else b""
+    return AddSequence(
+        seq_id=seq_id, prompt_ids=tuple(prompt_ids), sampling=sampling, root=root, block_names=names, **kwargs
+    )
+
+
+class Harness:
+    """One engine over memory of its own."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        *,
+        num_blocks: int = 256,
+        block_size: int = 16,
+        max_num_batched_tokens: int = 512,
+        max_num_seqs: int = 64,
+        max_model_len: int = 4096,
+        progress: Progress | None = None,
+    ) -> None:
+        card = model.card
+        group = KVGroup(
+            num_layers=card.num_layers,
+            num_kv_heads=card.num_kv_heads,
+            head_dim=card.head_dim,
+            block_size=block_size,
+            dtype=model.dtype,
+        )
+        self.memory = KVMemory.create(KVGeometry(groups=(group,), num_blocks=(num_blocks,)))
+        self.limits = Limits(num_blocks, block_size, max_model_len, card.vocab_size, card.eos_token_ids)
+        runner = Runner.over(model, self.memory, self.limits)
+        self.pool = BlockPool(num_blocks)
+        self.scheduler = Scheduler(
+            self.pool, self.limits, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs
+        )
+        self.sent: list[Any] = []
+        ticks = itertools.count()
+        self.engine = Engine(
+            self.scheduler, runner, send=self.sent.append, clock=lambda: next(ticks) * 1e-3, progress=progress
+        )
+
+    def send(self, *messages: Any) -> None:
+        for message in messages:
+            self.engine.handle(message)
+
+    def step(self) -> bool:
+        """One step; checks the books and the accounting after it."""
+        busy = self.engine.advance()
+        self.scheduler.roster.check()
+        tally = self.engine.tally
+        parts = tally.prompt_tokens_computed + tally.decode_tokens_forwarded + tally.tokens_recomputed
+        assert parts == tally.tokens_forwarded
+        return busy
+
+    def run(self, limit: int = 10_000) -> None:
+        """Step until there is nothing to compute."""
+        for _ in range(limit):
+            if not self.step():
+                return
+        raise AssertionError(f"not idle after {limit} steps")
+
+    def outputs(self) -> list[SequenceOutput]:
+        return [o for m in self.sent if isinstance(m, StepDone) for o in m.outputs]
+
+    def tokens(self, seq_id: str) -> list[int]:
+        """Tokens of a sequence so far; checks that positions follow one another."""
+        found: list[int] = []
+        first = None
+        for output in self.outputs():
+            if output.seq_id == seq_id and output.token_ids:
+                first = output.position if first is None else first
+                assert output.position == first + len(found)
+                found += output.token_ids
+        return found
+
+    def end(self, seq_id: str) -> SequenceOutput:
+        """The output that ended a sequence."""
+        return next(o for o in self.outputs() if o.seq_id == seq_id and o.finish_reason)
+
+    def of(self, kind: type) -> list[Any]:
+        return [m for m in self.sent if isinstance(m, kind)]
+
+
+def shuffle_pool(harness: Harness, seed: int = 1) -> None:
+    """Fragment a fresh pool: afterwards tables are neither contiguous nor ascending over a whole sequence."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(harness.pool.num_blocks, generator=generator).tolist()
+    for i in range(harness.pool.num_blocks):
+        harness.pool.acquire(f"hole-{i}", 1)
+    for i in order[: harness.pool.num_blocks // 2]:
+        harness.pool.release(f"hole-{i}")

@@ -1,0 +1,228 @@
+"""The policy against a brute force that is written from the formula, and bursts against the bound on their spread."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.blocks import block_names
+from services.protocol.proto import worker_pb2
+from services.router.bookings import Booking, Bookings
+from services.router.member import WorkerState
+from services.router.policy import PRESSURE_STEPS, Fabric, Prompt, Worker, choose, uncached_tokens
+from services.router.view import View
+from tests.fake_worker import fingerprint
+
+prompts = st.builds(
+    Prompt,
+    num_tokens=st.integers(1, 3000),
+    block_size=st.sampled_from([1, 16, 32]),
+    token_bytes=st.integers(1, 100_000),
+    num_layers=st.integers(1, 48),
+)
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> list[Worker]:
+    roles = draw(st.lists(st.sampled_from(["prefill", "decode", "mixed"]), max_size=7))
+    return [
+        Worker(
+            worker_id=f"w{i}",
+            role=role,
+            cached_blocks=draw(st.integers(0, 200)),
+            queued_tokens=draw(st.integers(0, 5000)),
+            prefill_tokens_per_s=draw(st.floats(1, 1e5)),
+            active_sequences=draw(st.integers(0, 64)),
+            step_ms=draw(st.floats(0.1, 500)),
+            free_blocks=draw(st.integers(-50, 400)),
+            num_blocks=draw(st.integers(0, 400)),
+        )
+        for i, role in enumerate(roles)
+    ]
+
+
+fabrics = st.builds(
+    Fabric,
+    default_bytes_per_s=st.floats(1e3, 1e10),
+    measured=st.dictionaries(st.tuples(*[st.integers(0, 6).map("w{}".format)] * 2), st.floats(1e3, 1e10), max_size=6),
+)
+
+
+def naive_cost(prompt: Prompt, p: Worker, d: Worker, fabric: Fabric) -> float:
+    """The formula of the module, term by term, in seconds and then ms."""
+    full = (prompt.num_tokens - 1) // prompt.block_size
+    compute_s = (prompt.num_tokens - min(full, p.cached_blocks) * prompt.block_size) / p.prefill_tokens_per_s
+    cost_s = p.queued_tokens / p.prefill_tokens_per_s + compute_s
+    if p.worker_id != d.worker_id:
+        missing = prompt.num_tokens - min(full, d.cached_blocks) * prompt.block_size
+        rate = fabric.measured.get((p.worker_id, d.worker_id), fabric.default_bytes_per_s)
+        overlap_s = compute_s - compute_s / prompt.num_layers
+        cost_s += max(0.0, missing * prompt.token_bytes / rate - overlap_s)
+    blocks = (prompt.num_tokens + prompt.block_size - 1) // prompt.block_size
+    if blocks > d.free_blocks:
+        steps = (blocks - d.free_blocks) * prompt.block_size / max(1, d.active_sequences)
+        cost_s += steps * d.step_ms / 1000
+    return 1000 * cost_s + d.active_sequences * d.step_ms * PRESSURE_STEPS
+
+
+def naive_options(prompt: Prompt, workers: list[Worker]) -> list[tuple[Worker, Worker]]:
+    options = []
+    for p, d in itertools.product(workers, workers):
+        legal = (p.role, d.role) == ("prefill", "decode") or (p.role == "mixed" and p is d)
+        if legal and min(p.num_blocks, d.num_blocks) * prompt.block_size >= prompt.num_tokens:
+            options.append((p, d))
+    return options
+
+
+@given(prompts, clusters(), fabrics, st.randoms(use_true_random=False))
+def test_the_choice_is_the_cheapest_of_all_options_in_any_order(
+    prompt: Prompt, workers: list[Worker], fabric: Fabric, rng: random.Random
+) -> None:
+    options = naive_options(prompt, workers)
+    decision = choose("cost", prompt, workers, fabric)
+    if not options:
+        assert decision is None
+        return
+    assert decision is not None
+    assert decision.considered == len(options)
+    costs = {(p.worker_id, "" if p is d else d.worker_id): naive_cost(prompt, p, d, fabric) for p, d in options}
+    chosen = decision.choice
+    assert chosen.terms.cost_ms == pytest.approx(costs[chosen.prefill_id, chosen.decode_id], rel=1e-6, abs=1e-6)
+    assert costs[chosen.prefill_id, chosen.decode_id] <= min(costs.values()) * (1 + 1e-9) + 1e-6
+    rng.shuffle(workers)
+    assert choose("cost", prompt, workers, fabric) == decision
+
+
+@given(prompts, clusters(), fabrics)
+def test_equal_costs_go_to_the_lowest_ids(prompt: Prompt, workers: list[Worker], fabric: Fabric) -> None:
+    decision = choose("cost", prompt, workers, fabric)
+    if decision is not None:
+        keys = [(c.terms.cost_ms, c.prefill_id, c.decode_id) for c in decision.candidates]
+        assert keys == sorted(keys)
+        assert (decision.choice.terms.cost_ms, decision.choice.prefill_id, decision.choice.decode_id) == keys[0]
+
+
+@given(prompts, clusters(), st.integers(0, 1000))
+def test_every_policy_chooses_a_legal_option(prompt: Prompt, workers: list[Worker], turn: int) -> None:
+    legal = {(p.worker_id, "" if p is d else d.worker_id) for p, d in naive_options(prompt, workers)}
+    for policy in ("cost", "round-robin", "least-loaded"):
+        decision = choose(policy, prompt, workers, Fabric(), turn)
+        assert (decision is None) == (not legal)
+        if decision is not None:
+            assert (decision.choice.prefill_id, decision.choice.decode_id) in legal
+
+
+@given(prompts, clusters())
+def test_least_loaded_is_the_least_by_brute_force(prompt: Prompt, workers: list[Worker]) -> None:
+    options = naive_options(prompt, workers)
+    if options:
+        decision = choose("least-loaded", prompt, workers, Fabric())
+        assert decision is not None
+        best = min((p.queued_tokens, d.active_sequences, p.worker_id, d.worker_id) for p, d in options)
+        chosen = decision.choice
+        assert (chosen.prefill_id, chosen.decode_id or chosen.prefill_id) == best[2:]
+
+
+@given(prompts, clusters())
+def test_round_robin_gives_each_first_worker_the_same_share(prompt: Prompt, workers: list[Worker]) -> None:
+    options = naive_options(prompt, workers)
+    if options:
+        firsts = {p.worker_id for p, _ in options}
+        rounds = len(firsts) * 6
+        taken = Counter()
+        for turn in range(rounds):
+            decision = choose("round-robin", prompt, workers, Fabric(), turn)
+            assert decision is not None
+            taken[decision.choice.prefill_id] += 1
+        assert set(taken.values()) == {6}
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["book", "done", "release", "load"])), max_size=60))
+def test_the_ledger_agrees_with_a_list_of_what_is_outstanding(steps: list[tuple[str, str]]) -> None:
+    ledger, computing, alive = Bookings(), set(), set()
+    for request_id, what in steps:
+        if what == "book":
+            ledger.book(request_id, Booking(prefill_id="p", prefill_tokens=10, decode_id="d", decode_blocks=2))
+            computing.add(request_id)
+            alive.add(request_id)
+        elif what == "done":
+            ledger.prefill_done(request_id)
+            computing.discard(request_id)
+        elif what == "release":
+            ledger.release(request_id)
+            computing.discard(request_id)
+            alive.discard(request_id)
+        else:
+            ledger.load_came("p")
+            ledger.load_came("d")
+            # A load that came in just now and shows nothing must not hide what is outstanding.
+            assert ledger.queued_tokens("p", 0) == 10 * len(computing)
+            assert ledger.active_sequences("d", 0) == len(alive)
+        assert len(ledger) == len(alive)
+        assert ledger.queued_tokens("p", 0) >= 10 * len(computing)
+        assert ledger.active_sequences("d", 0) >= len(alive)
+
+
+class Router:
+    """A view and its bookings, choosing as the flow does; nothing ever finishes unless told."""
+
+    def __init__(self, prefills: int, decodes: int) -> None:
+        self.now_s = 0.0
+        self.view = View("model-a", "tokenizer-a", 5.0, lambda: self.now_s)
+        roles = [("prefill", i) for i in range(prefills)] + [("decode", i) for i in range(decodes)]
+        for role, i in roles:
+            registration = worker_pb2.Registration(
+                worker_id=f"{role}{i}", role=role, epoch="e", fingerprint=fingerprint(), num_blocks=10_000,
+                transport="tcp",
+            )  # fmt: skip
+            self.view.registered(registration, f"{role}{i}:1")
+            self.view.link_is(f"{role}{i}", WorkerState.READY)
+
+    def route(self, request_id: str, tokens: list[int]) -> tuple[str, str]:
+        names = block_names(tokens, 16, bytes(16))
+        prompt = Prompt(num_tokens=len(tokens), block_size=16, token_bytes=512, num_layers=4)
+        workers = {w.worker_id: w for w in self.view.candidates(names)}
+        decision = choose("cost", prompt, list(workers.values()), Fabric())
+        assert decision is not None
+        p, d = decision.choice.prefill_id, decision.choice.decode_id
+        work = uncached_tokens(prompt, workers[p].cached_blocks)
+        self.view.bookings.book(
+            request_id, Booking(prefill_id=p, prefill_tokens=work, decode_id=d, decode_blocks=prompt.num_blocks)
+        )
+        self.view.routed({p, d}, names)
+        return p, d
+
+    def finish(self, request_id: str) -> None:
+        self.view.bookings.release(request_id)
+
+
+@given(st.integers(2, 5), st.integers(1, 4), st.integers(17, 400), st.integers(0, 1 << 30))
+def test_64_simultaneous_cold_requests_spread_within_twice_the_mean(
+    prefills: int, decodes: int, length: int, seed: int
+) -> None:
+    rng, router = random.Random(seed), Router(prefills, decodes)
+    pairs = [router.route(str(i), [rng.randrange(50_000) for _ in range(length)]) for i in range(64)]
+    for side, count in ((0, prefills), (1, decodes)):
+        taken = Counter(pair[side] for pair in pairs)
+        assert len(taken) == count
+        assert max(taken.values()) <= 2 * 64 / count
+        assert max(taken.values()) <= 2 * min(taken.values()) + 1
+
+
+def test_a_burst_with_one_shared_prefix_uses_all_workers_and_a_trickle_stays_on_the_warm_one() -> None:
+    prefix = list(range(512))
+    burst = Router(4, 2)
+    taken = Counter(burst.route(str(i), [*prefix, *range(1000 + 40 * i, 1040 + 40 * i)])[0] for i in range(64))
+    assert max(taken.values()) <= 2 * 64 / 4
+    trickle = Router(4, 2)
+    chosen = Counter()
+    for i in range(40):
+        chosen[trickle.route(str(i), [*prefix, *range(1000 + 40 * i, 1040 + 40 * i)])[0]] += 1
+        trickle.finish(str(i))
+        trickle.now_s += 0.1
+    assert max(chosen.values()) >= 0.9 * 40

@@ -1,0 +1,60 @@
+"""Measured bandwidth between pairs."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.router.fabric import DEFAULT_BYTES_PER_S, FORGET_S, FabricMeter
+
+PAIR = ("p0", "d0")
+MB = 1_000_000
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def meter(clock: Clock) -> FabricMeter:
+    return FabricMeter(clock)
+
+
+def test_a_pair_is_assumed_fast_until_it_is_measured(meter: FabricMeter) -> None:
+    assert meter.now().bandwidth(*PAIR) == DEFAULT_BYTES_PER_S
+
+
+def test_a_hand_off_that_outlasts_the_computing_measures_the_wire(meter: FabricMeter) -> None:
+    meter.observe(PAIR, 20 * MB, compute_ms=100, exposed_ms=100)
+    assert meter.now().bandwidth(*PAIR) == pytest.approx(100 * MB)
+    assert meter.now().bandwidth("p0", "d1") == DEFAULT_BYTES_PER_S
+    meter.observe(PAIR, 40 * MB, compute_ms=100, exposed_ms=100)
+    assert meter.now().bandwidth(*PAIR) == pytest.approx(130 * MB)
+
+
+def test_a_hidden_hand_off_says_nothing_but_that_the_wire_is_at_least_so_fast(meter: FabricMeter) -> None:
+    meter.observe(PAIR, 20 * MB, compute_ms=100, exposed_ms=1)
+    assert meter.now().measured == {}
+    meter.observe(PAIR, 2 * MB, compute_ms=100, exposed_ms=100)
+    meter.observe(PAIR, 20 * MB, compute_ms=100, exposed_ms=1)
+    assert meter.now().bandwidth(*PAIR) == pytest.approx(20 * MB / 0.101)
+
+
+def test_hand_offs_too_small_to_measure_anything_are_left_out(meter: FabricMeter) -> None:
+    meter.observe(PAIR, 4096, compute_ms=10, exposed_ms=50)
+    meter.observe(PAIR, 20 * MB, compute_ms=0, exposed_ms=0)
+    assert meter.now().measured == {}
+
+
+def test_a_slow_measurement_is_forgotten_so_that_the_pair_is_tried_again(meter: FabricMeter, clock: Clock) -> None:
+    meter.observe(PAIR, 2 * MB, compute_ms=0, exposed_ms=2000)
+    clock.now_s += FORGET_S + 1
+    assert meter.now().bandwidth(*PAIR) == DEFAULT_BYTES_PER_S

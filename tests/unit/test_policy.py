@@ -1,0 +1,173 @@
+"""Decisions on small clusters whose right answer is plain."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from services.router.bookings import Booking, Bookings
+from services.router.policy import Fabric, Prompt, Worker, capacity, choose, uncached_tokens
+
+PROMPT = Prompt(num_tokens=512, block_size=16, token_bytes=1000, num_layers=4)
+FAST = Fabric(default_bytes_per_s=1e12)
+
+
+def prefill(worker_id: str, **known: object) -> Worker:
+    return Worker(**{"worker_id": worker_id, "role": "prefill", "num_blocks": 1000, "free_blocks": 1000} | known)
+
+
+def decode(worker_id: str, **known: object) -> Worker:
+    return Worker(**{"worker_id": worker_id, "role": "decode", "num_blocks": 1000, "free_blocks": 1000} | known)
+
+
+def mixed(worker_id: str, **known: object) -> Worker:
+    return replace(decode(worker_id, **known), role="mixed")
+
+
+def pick(*workers: Worker, policy: str = "cost", prompt: Prompt = PROMPT, fabric: Fabric = FAST, turn: int = 0) -> str:
+    decision = choose(policy, prompt, workers, fabric, turn)
+    assert decision is not None
+    return f"{decision.choice.prefill_id}>{decision.choice.decode_id}"
+
+
+def test_a_repeated_prompt_goes_to_the_warm_worker_when_idle() -> None:
+    assert pick(prefill("p0"), prefill("p1", cached_blocks=31), decode("d0")) == "p1>d0"
+
+
+def test_a_cold_idle_worker_wins_over_a_warm_one_with_a_long_queue() -> None:
+    warm = prefill("p1", cached_blocks=31, queued_tokens=2000)
+    assert pick(prefill("p0"), warm, decode("d0")) == "p0>d0"
+
+
+def test_ties_go_to_the_lowest_ids() -> None:
+    workers = [decode("d1"), prefill("p1"), decode("d0"), prefill("p0")]
+    assert pick(*workers) == "p0>d0"
+    assert pick(*reversed(workers)) == "p0>d0"
+
+
+def test_the_reader_that_holds_the_prompt_is_chosen_where_the_wire_is_slow() -> None:
+    slow = Fabric(default_bytes_per_s=1e5)
+    assert pick(prefill("p0"), decode("d0"), decode("d1", cached_blocks=20), fabric=slow) == "p0>d1"
+
+
+def test_a_slow_pair_is_avoided_for_a_fast_one() -> None:
+    fabric = Fabric(default_bytes_per_s=1e9, measured={("p0", "d0"): 1e5})
+    assert pick(prefill("p0"), decode("d0"), decode("d1"), fabric=fabric) == "p0>d1"
+
+
+def test_a_reader_without_room_is_avoided() -> None:
+    assert pick(prefill("p0"), decode("d0", free_blocks=10, active_sequences=1), decode("d1")) == "p0>d1"
+
+
+def test_readers_share_the_load() -> None:
+    assert pick(prefill("p0"), decode("d0", active_sequences=3), decode("d1", active_sequences=2)) == "p0>d1"
+
+
+def test_a_mixed_worker_competes_with_pairs_by_the_same_cost() -> None:
+    busy = prefill("p0", queued_tokens=500)
+    assert pick(busy, decode("d0"), mixed("m0")) == "m0>"
+    assert pick(prefill("p0"), decode("d0"), mixed("m0", active_sequences=8, queued_tokens=100)) == "p0>d0"
+
+
+def test_two_mixed_workers_never_hand_off_to_each_other() -> None:
+    decision = choose("cost", PROMPT, [mixed("m0"), mixed("m1")], FAST)
+    assert decision is not None
+    assert {(c.prefill_id, c.decode_id) for c in decision.candidates} == {("m0", ""), ("m1", "")}
+
+
+def test_a_worker_too_small_for_the_prompt_is_no_candidate() -> None:
+    assert pick(prefill("p0", num_blocks=31), prefill("p1"), decode("d0")) == "p1>d0"
+    assert choose("cost", PROMPT, [prefill("p0"), decode("d0", num_blocks=31)], FAST) is None
+    assert capacity([prefill("p0"), decode("d0", num_blocks=31), mixed("m0", num_blocks=30)]) == 31
+
+
+def test_without_a_full_pair_there_is_no_decision() -> None:
+    assert choose("cost", PROMPT, [prefill("p0")], FAST) is None
+    assert choose("cost", PROMPT, [], FAST) is None
+
+
+def test_the_last_token_is_always_computed() -> None:
+    assert uncached_tokens(PROMPT, 32) == 16
+    assert uncached_tokens(replace(PROMPT, num_tokens=513), 32) == 1
+
+
+def test_round_robin_takes_every_pair_in_turn() -> None:
+    workers = [prefill("p0"), prefill("p1"), decode("d0"), decode("d1"), mixed("m0")]
+    seen = Counter(pick(*workers, policy="round-robin", turn=t) for t in range(60))
+    assert seen == {"p0>d0": 10, "p0>d1": 10, "p1>d0": 10, "p1>d1": 10, "m0>": 20}
+
+
+def test_least_loaded_looks_at_the_prefill_queue_then_at_the_reader() -> None:
+    workers = [prefill("p0", queued_tokens=5), prefill("p1"), decode("d0", active_sequences=1), decode("d1")]
+    assert pick(*workers, policy="least-loaded") == "p1>d1"
+
+
+def test_an_unknown_policy_is_refused_by_the_name_of_its_setting() -> None:
+    with pytest.raises(ValueError, match=r"router\.policy"):
+        choose("best", PROMPT, [mixed("m0")], FAST)
+
+
+def test_a_decision_can_be_explained() -> None:
+    decision = choose("cost", PROMPT, [prefill("p0", queued_tokens=100), prefill("p1"), decode("d0")], FAST)
+    assert decision is not None
+    first, second = decision.candidates
+    assert (first.prefill_id, second.prefill_id, decision.considered) == ("p1", "p0", 2)
+    assert second.terms.queue_ms == pytest.approx(100)
+    assert first.terms.compute_ms == pytest.approx(512)
+    assert second.terms.cost_ms - first.terms.cost_ms == pytest.approx(100)
+
+
+def test_transfer_costs_only_what_computing_does_not_hide() -> None:
+    # 512 ms of computing over 4 layers hide 384 ms of 512 000 bytes at 1 MB/s, which take 512 ms.
+    decision = choose("cost", PROMPT, [prefill("p0"), decode("d0")], Fabric(default_bytes_per_s=1e6))
+    assert decision is not None
+    assert decision.choice.terms.transfer_ms == pytest.approx(128)
+
+
+def booking(prefill_id: str = "p0", tokens: int = 100, decode_id: str = "d0", blocks: int = 7) -> Booking:
+    return Booking(prefill_id=prefill_id, prefill_tokens=tokens, decode_id=decode_id, decode_blocks=blocks)
+
+
+def test_a_booking_counts_at_once_and_ends_with_its_request() -> None:
+    ledger = Bookings()
+    ledger.book("a", booking())
+    ledger.book("b", booking())
+    assert ledger.queued_tokens("p0", 0) == 200
+    assert ledger.active_sequences("d0", 0) == 2
+    assert ledger.free_blocks("d0", 100) == 86
+    ledger.prefill_done("a")
+    assert ledger.queued_tokens("p0", 0) == 100
+    ledger.release("a")
+    ledger.release("b")
+    assert (ledger.queued_tokens("p0", 0), ledger.active_sequences("d0", 0), len(ledger)) == (0, 0, 0)
+
+
+def test_a_load_covers_what_was_booked_before_it_and_is_never_added_twice() -> None:
+    ledger = Bookings()
+    ledger.book("a", booking())
+    ledger.load_came("p0")
+    assert ledger.queued_tokens("p0", 100) == 100  # the load has it
+    assert ledger.queued_tokens("p0", 0) == 100  # the load was sent before it arrived
+    ledger.book("b", booking(tokens=30))
+    assert ledger.queued_tokens("p0", 100) == 130
+    ledger.prefill_done("a")
+    assert ledger.queued_tokens("p0", 100) == 30  # the load is older than the end of a
+
+
+def test_a_request_tried_again_is_booked_once() -> None:
+    ledger = Bookings()
+    ledger.book("a", booking("p0"))
+    ledger.book("a", booking("p1"))
+    assert (ledger.queued_tokens("p0", 0), ledger.queued_tokens("p1", 0), len(ledger)) == (0, 100, 1)
+    assert ledger.active_sequences("d0", 0) == 1
+
+
+def test_a_mixed_worker_is_booked_on_both_sides_and_left_clean() -> None:
+    ledger = Bookings()
+    ledger.book("a", booking("m0", decode_id="m0"))
+    assert (ledger.queued_tokens("m0", 0), ledger.active_sequences("m0", 0)) == (100, 1)
+    ledger.release("a")
+    ledger.release("a")
+    assert (ledger.queued_tokens("m0", 0), ledger.active_sequences("m0", 0)) == (0, 0)
