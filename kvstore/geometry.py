@@ -1,6 +1,6 @@
 """The shape of KV memory: a list of KV groups, each laid out ``[layers, blocks, 2, kv_heads, block_size, head_dim]``.
 
-A block of one layer is contiguous, and so is a slice of its heads, so one layer of neighbouring blocks moves as one run.
+A block of one layer is contiguous, and so is a slice of its heads: a layer of neighbouring blocks moves as one run.
 Today every model has one group (full attention); a second group is a second entry in the list.
 """
 

@@ -1,7 +1,7 @@
 """A child process with a pipe of messages: how a worker's engine and its transfers run beside its service process.
 
-The child dies with its parent (parent-death signal), inherits only the descriptors it is given, and speaks `Codec` messages.
-The parent's side is asyncio; the child's side is blocking, since a child is one loop of work.
+The child dies with its parent (parent-death signal), inherits only the descriptors it is given, and speaks `Codec`
+messages. The parent's side is asyncio; the child's side is blocking, since a child is one loop of work.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import logging
 import os
 import signal
 import socket
@@ -20,6 +21,7 @@ from typing import Any
 from kvstore.wire import Codec, Deframer, WireError
 
 _PR_SET_PDEATHSIG = 1
+_log = logging.getLogger("pdray.process")
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -45,7 +47,7 @@ class ChildChannel:
         self._socket.sendall(self._codec.frame(message))
 
     def receive(self, timeout_s: float | None) -> list[Any]:
-        """All messages that have come, after waiting at most ``timeout_s`` for the first (0: do not wait, None: for ever).
+        """All messages that have come, after waiting at most ``timeout_s`` for the first (0: none, None: for ever).
 
         Raises EOFError when the parent has closed the pipe.
         """
@@ -54,6 +56,8 @@ class ChildChannel:
             while True:
                 data = self._socket.recv(1 << 20)
                 if not data:
+                    if self._ready:
+                        break  # the end is told at the next call
                     raise EOFError("the service process closed the pipe")
                 self._ready += [self._codec.decode(body) for body in self._deframer.feed(data)]
                 if self._ready:
@@ -67,7 +71,7 @@ class ChildChannel:
 
 
 class Child:
-    """The parent's end: starts ``python -m module fd [args]``, sends messages, calls ``on_message`` for each one received.
+    """The parent's end: starts ``python -m module fd [args]``, sends messages, passes each received one to ``on_message``.
 
     ``on_exit`` is called once, with the exit code, when the child ends for whatever reason.
     """
@@ -94,7 +98,7 @@ class Child:
     async def start(
         self, module: str, args: Sequence[str] = (), pass_fds: Sequence[int] = (), env: Mapping[str, str] | None = None
     ) -> None:
-        """Must be called from a thread that outlives the child (the event loop's): the kernel ties its life to that thread."""
+        """Call it from a thread that outlives the child (the event loop's): the kernel ties its life to that thread."""
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -136,6 +140,9 @@ class Child:
                 for body in deframer.feed(data):
                     self._on_message(self._codec.decode(body))
         except (ConnectionError, WireError):
+            self.kill()
+        except Exception:  # the edge of a process: a handler that fails leaves the child without its parent's answers
+            _log.exception("handling a message of the %s process failed; it is ended", self._name)
             self.kill()
         finally:
             assert self._process is not None

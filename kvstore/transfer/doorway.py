@@ -115,22 +115,23 @@ class Doorway:
             thread.start()
 
     def _run(self, sock: socket.socket) -> None:
-        waiting = True
+        is_waiting = True
         try:
             tune(sock)
             key = prove_to_writer(sock, self._secret, self.segment)
             with self._lock:
                 self._waiting -= 1
-                waiting = False
+                is_waiting = False
             sock.settimeout(None)
             assert self._serve is not None
             self._serve(sock, key)
         except (OSError, TransferError) as exc:
             if not self._is_closed:
-                log.warning("a connection for %s ended: %s", self._peer.worker_id, exc)
+                level = logging.WARNING if is_waiting else logging.INFO
+                log.log(level, "a connection for %s ended: %s", self._peer.worker_id, exc)
         finally:
             with self._lock:
-                self._waiting -= waiting
+                self._waiting -= is_waiting
                 self._connections.pop(sock, None)
             sock.close()
 

@@ -168,6 +168,7 @@ class MooncakeListener:
         assert guard is not None
         strangers = guard.connected() - self._named
         if strangers:
+            log.error("%s connected to mooncake without being named", sorted(strangers))
             self._replace_engine()
             raise TransferError(
                 f"{sorted(strangers)} connected to mooncake without being named; its engine was replaced"

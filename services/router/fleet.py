@@ -174,6 +174,7 @@ class Fleet:
         del self._links[address]
         if self._owners.get(link.worker_id) is link:
             del self._owners[link.worker_id]
+            self.deliveries.worker_is_new(link.worker_id)
             self._view.dropped(link.worker_id)
         task = asyncio.create_task(link.stop(), name=f"close-{address}")
         self._closing.add(task)

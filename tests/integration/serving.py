@@ -90,6 +90,13 @@ class Command:
     def wait(self, limit_s: float = STOP_LIMIT_S) -> int:
         return self._process.wait(limit_s)
 
+    def expect_gone(self, limit_s: float, words: str = "") -> None:
+        """Fails with the list of those that live on, of those with these words in their command line."""
+        deadline = time.monotonic() + limit_s
+        while living := [line for line in self.left() if words in line]:
+            assert time.monotonic() < deadline, f"still there after {limit_s:g} s: {living}"
+            time.sleep(0.2)
+
     def left(self) -> list[str]:
         """Descendants that still live, by their command line."""
         found = []

@@ -91,7 +91,7 @@ def serve_app(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[ServeA
         yield app
         app.command.send(signal.SIGINT)
         app.command.wait(90)
-        until("all processes are gone", lambda: not command.left(), limit_s=30)
+        command.expect_gone(30)
     assert shared_memory() <= memory
 
 

@@ -17,7 +17,7 @@ from services.protocol.model_card import ModelCard
 from services.protocol.proto import worker_pb2
 from services.router.core import RouterCore
 from services.router.types import RouterRequest, SamplingSpec, TokenEvent, new_request_id
-from tests.fake_worker import SECRET, Cluster, FakeWorker, accept_only, decode, hand_off, token
+from tests.fake_worker import SECRET, Cluster, FakeWorker, accept_only, decode, hand_off, run_normally, token
 
 PROMPT = tuple(range(1, 41))
 
@@ -373,7 +373,7 @@ async def test_a_worker_that_comes_back_as_another_process_fails_its_requests_at
     pair.p.on_submit = accept_only
     events = asyncio.ensure_future(collect(pair.core, request(4)))
     await until(lambda: pair.p.submits)
-    pair.p.on_submit = _run_normally()
+    pair.p.on_submit = run_normally
     await pair.p.restart("e2")
     with pytest.raises(RequestError) as caught:
         await events
@@ -395,6 +395,57 @@ async def test_a_broken_stream_is_taken_up_where_it_was_and_loses_nothing(pair: 
     await hand_off(pair.p, pair.d, sent)
     assert ids([e async for e in stream]) == expected(6)[1:]
     assert [h.router_epoch for h in pair.d.hellos] == [pair.core.identity.epoch] * 2
+
+
+async def test_messages_that_are_gone_for_good_fail_the_requests_of_that_worker(pair: Pair) -> None:
+    pair.p.on_submit = accept_only
+    events = asyncio.ensure_future(collect(pair.core, request(4)))
+    await until(lambda: pair.p.submits)
+    await pair.p.say(worker_pb2.WorkerMessage())
+    pair.p._seq += 3
+    await pair.p.say(worker_pb2.WorkerMessage())
+    with pytest.raises(RequestError, match="missing") as caught:
+        await events
+    assert caught.value.code is ErrorCode.WORKER_LOST
+    pair.p.on_submit = run_normally
+    assert ids(await collect(pair.core, request(4))) == expected(4)
+
+
+async def test_nothing_is_submitted_again_after_the_first_byte(cluster: Cluster) -> None:
+    for i in range(2):
+        await cluster.add(f"m{i}", "mixed")
+    core = make_core(cluster)
+    await core.start()
+    await until(lambda: len(core.view.candidates(())) == 2)
+    m0, m1 = cluster.workers["m0"], cluster.workers["m1"]
+    m0.on_submit = m1.on_submit = accept_only
+    stream = core.flow.stream(request(9))
+    first = asyncio.ensure_future(anext(stream))
+    await until(lambda: m0.submits)
+    await m0.output(m0.submits[0].request, 0, token(0))
+    await first
+    await m0.error(m0.submits[0].request, ErrorCode.WORKER_LOST, True, "engine died")
+    with pytest.raises(RequestError, match="engine died"):
+        await anext(stream)
+    assert m1.submits == []
+    assert counted(core, "pdray_retries_total", code="worker_lost") == 0
+    await ended_clean(core)
+    await core.stop()
+
+
+@pytest.mark.parametrize(
+    ("position", "tokens", "says"), [(3, (7,), "where 0 was due"), (0, tuple(range(9)), "more than max_tokens")]
+)
+async def test_an_answer_with_holes_or_too_many_tokens_is_an_error_never_text(
+    pair: Pair, position: int, tokens: tuple[int, ...], says: str
+) -> None:
+    pair.p.on_submit = accept_only
+    events = asyncio.ensure_future(collect(pair.core, request(4)))
+    await until(lambda: pair.p.submits)
+    await pair.p.output(pair.p.submits[0].request, position, *tokens)
+    with pytest.raises(RequestError, match=says) as caught:
+        await events
+    assert caught.value.code is ErrorCode.INTERNAL
 
 
 async def test_a_worker_that_makes_no_progress_leaves_the_choice_until_it_moves(cluster: Cluster) -> None:
@@ -533,15 +584,9 @@ async def test_one_request_over_the_bound_is_refused_at_once_with_a_time_to_come
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    m.on_submit = _run_normally()
+    m.on_submit = run_normally
     assert ids(await collect(core, request(3))) == expected(3)
     await core.stop()
-
-
-def _run_normally() -> Any:
-    from tests.fake_worker import run_normally
-
-    return run_normally
 
 
 @pytest.mark.parametrize(

@@ -344,6 +344,50 @@ def test_what_waits_for_the_link_is_not_sent_once_its_ticket_is_closed(wire: Wir
     assert wire.submitted == []
 
 
+def test_what_is_computed_after_a_ticket_was_closed_is_not_sent(wire: Wire) -> None:
+    wire.source(range(4))
+    wire.grant(range(4))
+    wire.connect()
+    wire.compute(0, 2)
+    wire.close_ticket()
+    wire.compute(2, 2)
+    assert {b for _, b in wire.sent()} == {0, 1}
+
+
+def test_writes_that_break_because_of_a_fence_do_not_count_as_failures(wire: Wire) -> None:
+    wire.source(range(4))
+    wire.grant(range(4))
+    wire.connect()
+    wire.compute(0, 4)
+    wire.hash_all()
+    wire.fence()
+    wire.complete(WriteState.FAILED)
+    wire.closed()
+    wire.connect()
+    wire.complete(WriteState.FAILED, count=1)  # the first failure of its own
+    wire.closed()
+    wire.connect()
+    wire.complete()
+    assert not wire.of(m.PushFailed)
+    assert len(wire.of(m.Pushed)) == 1
+
+
+def test_a_resend_connects_again_where_the_link_is_gone(wire: Wire) -> None:
+    wire.source(range(4))
+    wire.grant(range(4))
+    wire.connect()
+    wire.compute(0, 4)
+    wire.finish()
+    wire.fence()
+    wire.closed()
+    assert wire.links == ["open", "close", "fenced"]
+    wire.session.resend(m.Resend(ticket_id="t", extents=wire.of(m.Pushed)[0].extents[:1]), wire.now_s)
+    wire.act()
+    wire.connect()
+    wire.finish()
+    assert len(wire.of(m.Pushed)) == 2
+
+
 def test_closing_a_ticket_nobody_knows_is_answered(wire: Wire) -> None:
     wire.close_ticket("never seen")
     assert wire.of(m.TicketClosed) == [m.TicketClosed(ticket_id="never seen", fenced=True)]
