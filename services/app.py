@@ -21,7 +21,7 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
-from services.config import ServeConfig, load, to_dict
+from services.config import ROLES, ServeConfig, load, to_dict
 from services.decode import deployment as decode_deployment
 from services.prefill import deployment as prefill_deployment
 from services.router import deployment as router_deployment
@@ -94,6 +94,9 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def config_from(args: AppArgs) -> ServeConfig:
     """The resolved configuration. Under Serve, ports of our own default to free ones, since Serve itself takes 8000.
 
+    The threads of a worker are its share of this machine's cores unless given; a new share restarts the workers, so
+    give ``engine.num_threads`` where counts will change.
+
     Raises ConfigError naming the setting.
     """
     config = load(args.config, args.overrides(), defaults={"router.port": 0, "router.grpc_port": 0})
@@ -103,6 +106,14 @@ def config_from(args: AppArgs) -> ServeConfig:
 def build(args: AppArgs) -> serve.Application:
     """The application for `serve run`, `serve build` and Serve's config files; each node prepares the model once."""
     return application(config_from(args))
+
+
+def _replica_settings(config: ServeConfig) -> dict[str, Any]:
+    """The configuration without the counts: those are options of the deployments, and scaling restarts no replica."""
+    settings = to_dict(config)
+    for role in ROLES:
+        del settings[role]
+    return settings
 
 
 def application(config: ServeConfig, model_folder: Path | None = None) -> serve.Application:
@@ -116,7 +127,7 @@ def application(config: ServeConfig, model_folder: Path | None = None) -> serve.
     if not config.secret:
         raise ValueError("the configuration has no secret; see services.start.secret")
     folder = "" if model_folder is None else str(model_folder)
-    settings = to_dict(config)
+    settings = _replica_settings(config)
     own_store = store_deployment.deployment().bind() if config.redis.url == "embedded" else None
     workers: list[serve.Application] = []
     if config.prefill:
@@ -192,7 +203,7 @@ class Cluster:
         """Folder of all logs of this run."""
         return Path(ray._private.worker._global_node.get_logs_dir_path())  # type: ignore[attr-defined]
 
-    def stop(self, drain_s: float) -> None:
+    def stop(self, drain_s: float = 2.0) -> None:
         """Let streams end for at most ``drain_s``, then stop everything. Never raises for what is down already."""
         if not ray.is_initialized():
             return

@@ -1,4 +1,4 @@
-"""Every setting of pdray: frozen dataclasses filled from YAML, environment and command line, in that order of rising weight.
+"""Every setting of pdray: frozen dataclasses filled from YAML, environment and command line; the later weighs more.
 
 This module is the only reader of ``os.environ`` and the only setter of Mooncake's ``MC_*`` variables.
 Unknown keys are errors, and an error starts with the dotted path of the key.
@@ -82,7 +82,7 @@ class TransferConfig:
     """The hand-off between prefill and decode."""
 
     transport: str = "auto"
-    """``mooncake``, ``tcp``, ``local``, ``module:Class``; ``auto``: mooncake where it imports and can be guarded, else tcp."""
+    """``mooncake``, ``tcp``, ``local``, ``module:Class``; ``auto``: mooncake where it runs and can be guarded, else tcp."""
     protocol: str = "tcp"
     """Mooncake's wire: ``tcp`` or ``rdma``."""
     device: str = ""
@@ -175,7 +175,9 @@ class RedisConfig:
     def __post_init__(self) -> None:
         _require(bool(self.namespace) and ":" not in self.namespace, "redis.namespace", "must not be empty or hold ':'")
         _require(
-            0 < self.heartbeat_s * 2 <= self.ttl_s, "redis.heartbeat_s", f"must be at most half of redis.ttl_s ({self.ttl_s})"
+            0 < self.heartbeat_s * 2 <= self.ttl_s,
+            "redis.heartbeat_s",
+            f"must be at most half of redis.ttl_s ({self.ttl_s})",
         )
 
 
@@ -200,7 +202,7 @@ class ServeConfig:
     decode: int = 1
     mixed: int = 0
     secret: str = ""
-    """Shared by all processes of an application; signs calls and registrations, is never sent. Empty: `pdray serve` makes one."""
+    """Shared by all processes of an application; signs calls and registrations, is never sent. Empty: the start makes one."""
     log_dir: str = ""
     workers: tuple[str, ...] = ()
     """Static addresses of workers, host:port; beside Redis and Ray, the third source of discovery."""
@@ -220,7 +222,8 @@ class ServeConfig:
         """Raise ConfigError where these replica counts could never answer a request."""
         if self.mixed == 0 and (self.prefill == 0 or self.decode == 0):
             raise ConfigError(
-                f"prefill={self.prefill}, decode={self.decode}, mixed=0 serves nothing: give both prefill and decode, or mixed"
+                f"prefill={self.prefill}, decode={self.decode}, mixed=0 serves nothing: "
+                "give both prefill and decode, or mixed"
             )
 
 
@@ -285,7 +288,7 @@ def _put(tree: MutableMapping[str, Any], dotted: str, value: Any) -> None:
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """PDRAY_ENGINE__BLOCK_SIZE=32 → {"engine.block_size": "32"}; unknown names are left alone, they may belong to others."""
+    """PDRAY_ENGINE__BLOCK_SIZE=32 → {"engine.block_size": "32"}; unknown names are left alone: they belong to others."""
     known = set(_dotted_names(ServeConfig))
     found = {}
     for name, value in environ.items():
@@ -366,6 +369,8 @@ def set_mooncake_environment(config: TransferConfig, environ: MutableMapping[str
     env.setdefault("MC_LOG_LEVEL", "ERROR")
     env.setdefault("GLOG_minloglevel", "2")
     env.setdefault("MC_TCP_ENABLE_CONNECTION_POOL", "1")
+    env.setdefault("MC_TCP_LANES_PER_PEER", "4")
+    env.setdefault("MC_HANDSHAKE_CONNECT_TIMEOUT", "5")
     if config.protocol == "tcp":
         env.setdefault("MC_FORCE_TCP", "1")
 

@@ -11,12 +11,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
 import signal
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from http.client import HTTPResponse
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -25,7 +27,7 @@ import psutil
 from rich.console import Console
 
 from services.config import ServeConfig, home, set_ray_environment
-from services.present import show_running, step
+from services.present import Started, show_running, step, url
 from services.protocol.model_card import ModelCard
 from services.start.model import announcement, prepare_model
 from services.start.ports import check_ports, with_serve_ports
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
 
 START_LIMIT_S = 1800.0
 """Longest wait for the application; a large model loads for minutes."""
-DRAIN_S = 3.0
+DRAIN_S = 2.0
 """What live streams get when the whole server stops; the rest of the 10 s is Ray's."""
 _POLL_S = 0.5
 _WATCH_S = 2.0
@@ -111,7 +113,8 @@ def _serve(config: ServeConfig, folder: Path, console: Console, signals: Signals
         with step(console, "router and workers"):
             cluster.deploy(application(config, folder))
             ports = _wait_ready(cluster, config.router.host, console)
-        show_running(console, config, ModelCard.load(folder), ports, cluster.logs())
+        started = Started(ModelCard.load(folder), *ports, _transports(config.router.host, ports[0]), cluster.logs())
+        show_running(console, config, started)
         _watch(cluster)
     finally:
         signals.stopping()
@@ -147,15 +150,26 @@ def _wait_ready(cluster: Cluster, host: str, console: Console) -> tuple[int, int
 
 def not_ready(host: str, port: int) -> str:
     """Why the router cannot answer yet; empty where it can."""
-    target = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(f"http://{target}:{port}/ready", timeout=5):
+        with _open(host, port, "/ready"):
             return ""
     except urllib.error.HTTPError as exc:
         return exc.read(500).decode(errors="replace")
     except OSError as exc:
         return str(exc)
+
+
+def _open(host: str, port: int, path: str) -> HTTPResponse:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy
+    reply: HTTPResponse = opener.open(url("http://", host, port) + path, timeout=5)
+    return reply
+
+
+def _transports(host: str, port: int) -> str:
+    """What the workers really move KV with, which `auto` leaves to them."""
+    with _open(host, port, "/v1/cluster") as reply:
+        workers = json.load(reply)["workers"]
+    return ", ".join(sorted({worker["transport"] for worker in workers} - {""}))
 
 
 def last_line(text: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -32,7 +33,18 @@ def step(console: Console, text: str) -> Iterator[None]:
     console.print(f"{_MARK['ok']} {escape(text)} [dim]{time.monotonic() - began:.1f} s[/]")
 
 
-def _url(scheme: str, host: str, port: int) -> str:
+@dataclass(frozen=True, slots=True)
+class Started:
+    """What only a running server knows of itself."""
+
+    card: ModelCard
+    http_port: int
+    grpc_port: int
+    transports: str
+    logs: Path
+
+
+def url(scheme: str, host: str, port: int) -> str:
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     return f"{scheme}{shown}:{port}"
 
@@ -40,35 +52,37 @@ def _url(scheme: str, host: str, port: int) -> str:
 def example(config: ServeConfig, http_port: int) -> str:
     """A command to paste that asks the running server for a short answer."""
     body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 32}'
-    url = _url("http://", config.router.host, http_port)
-    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+    base = url("http://", config.router.host, http_port)
+    return f"curl {base}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
 
 
-def show_running(console: Console, config: ServeConfig, card: ModelCard, ports: tuple[int, int], logs: Path) -> None:
+def show_running(console: Console, config: ServeConfig, started: Started) -> None:
     """The panel of a server that is ready, and the example below it, free of borders."""
     host, router = config.router.host, config.router
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     rows = [
-        ("OpenAI API, chat page", _url("http://", host, ports[0])),
-        ("gRPC", _url("", host, ports[1])),
-        ("through Ray Serve", f"{_url('http://', host, router.serve_port)}, gRPC {router.serve_grpc_port}"),
-        ("model", f"{config.model.served_name or card.name}  ({card.folder})"),
-        ("workers", _workers(config)),
-        ("logs", str(logs)),
+        ("OpenAI API, chat page", url("http://", host, started.http_port)),
+        ("gRPC", url("", host, started.grpc_port)),
+        ("through Ray Serve", f"{url('http://', host, router.serve_port)}, gRPC {router.serve_grpc_port}"),
+        ("model", f"{config.model.served_name or started.card.name}  ({started.card.folder})"),
+        ("workers", _workers(config, started.transports)),
+        ("logs", str(started.logs)),
     ]
     for name, value in rows:
         table.add_row(f"[dim]{name}[/]", escape(value))
     console.print(Panel(table, title="[bold]pdray is ready[/]", title_align="left", border_style="green"))
-    console.print(escape(example(config, ports[0])), soft_wrap=True, highlight=False)
+    console.print(escape(example(config, started.http_port)), soft_wrap=True, highlight=False)
     console.print("[dim]Ctrl-C stops everything.[/]")
 
 
-def _workers(config: ServeConfig) -> str:
+def _workers(config: ServeConfig, transports: str) -> str:
     counts = [(config.prefill, "prefill"), (config.decode, "decode"), (config.mixed, "mixed")]
     parts = [f"{count} {role}" for count, role in counts if count]
-    return f"{' + '.join(parts)}, transport {config.transfer.transport}, {config.engine.num_threads} threads each"
+    moves = f", KV moves by {transports}" if config.prefill and transports else ""
+    threads = config.engine.num_threads
+    return f"{' + '.join(parts)}{moves}, {threads} {'thread' if threads == 1 else 'threads'} each"
 
 
 def show_checks(console: Console, checks: Sequence[Check]) -> None:

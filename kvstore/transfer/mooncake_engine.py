@@ -81,22 +81,25 @@ class GuardedEngine:
 
     def open(self) -> None:
         """Raises TransferError, TransportUnavailable."""
-        engine_class = load_engine_class()
+        try:
+            self._start(load_engine_class())
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, engine_class: Any) -> None:
         with guard.opening:
             before = set(guard.own_sockets())
             self._engine = engine_class()
             code = self._engine.initialize(self._host, "P2PHANDSHAKE", self._protocol, self._device)
             self.guard = guard.Guard(before)
         if code != 0:
-            self.close()
             raise TransferError(f"mooncake could not start on {self._host} with {self._protocol} (code {code})")
         rpc_port = self._engine.get_rpc_port()
         self.target = f"[{self._host}]:{rpc_port}" if ":" in self._host else f"{self._host}:{rpc_port}"
         if rpc_port not in self.guard.ports:
-            self.close()
             raise TransferError("mooncake's listening sockets were not found, so they cannot be guarded")
         if self.guard.connected():
-            self.close()
             raise TransferError("somebody connected to mooncake before it was guarded")
 
     @property

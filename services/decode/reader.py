@@ -111,9 +111,10 @@ class Reader(Role):
             self._core.requests.close(inbound.live.seq_id)
             self._by_sequence.pop(inbound.live.seq_id, None)
             self._revoke(inbound, request.reason, request.fenced)
-            return
         if request.fenced:
             self._writers.vouch(request.ticket_id)
+        else:
+            self._writers.cannot_vouch(request.ticket_id, writer_says=True)
 
     def lease(self, request: worker_pb2.LeaseRequest) -> worker_pb2.LeaseReply:
         """Renews the writer's lease; a ticket that two lists in a row leave out is over, and fenced by the writer."""
@@ -152,8 +153,11 @@ class Reader(Role):
             inbound = self._tickets.get(message.ticket_id)
             if inbound is not None and inbound.verified is not None and not inbound.verified.done():
                 inbound.verified.set_result(message)
-        elif isinstance(message, t.TicketClosed) and message.fenced:
-            self._writers.vouch(message.ticket_id)
+        elif isinstance(message, t.TicketClosed):
+            if message.fenced:
+                self._writers.vouch(message.ticket_id)
+            else:
+                self._writers.cannot_vouch(message.ticket_id, writer_says=False)
         elif isinstance(message, t.Fenced):
             self._writers.on_fenced((message.worker_id, message.epoch))
 

@@ -32,7 +32,10 @@ class Writer:
     listener: asyncio.Future[t.ListenerReady]
     last_lease_s: float
     tickets: dict[str, Inbound] = field(default_factory=dict)  # open ones
-    quarantined: dict[str, str] = field(default_factory=dict)  # ticket id -> sequence id
+    quarantined: dict[str, Inbound] = field(default_factory=dict)
+    unconfirmed: set[str] = field(default_factory=set)  # quarantined, and the writer cannot vouch for them
+    irrevocable: set[str] = field(default_factory=set)  # quarantined, and the transport cannot vouch for them
+    refencing: set[str] = field(default_factory=set)  # wait for the Fenced that is under way
     fencing: bool = False
 
 
@@ -72,16 +75,32 @@ class Writers:
 
     def quarantine(self, inbound: Inbound) -> None:
         """Keep the ticket's blocks until someone vouches that nothing can land in them."""
-        self._writers[inbound.writer].quarantined[inbound.ticket_id] = inbound.live.seq_id
+        self._writers[inbound.writer].quarantined[inbound.ticket_id] = inbound
         worker_id, epoch = inbound.writer
         self._core.send_transfer(t.Revoke(ticket_id=inbound.ticket_id, worker_id=worker_id, epoch=epoch))
 
     def vouch(self, ticket_id: str) -> None:
         """Nothing of this ticket can land any more: its blocks are free, if they were quarantined."""
         for writer in self._writers.values():
-            seq_id = writer.quarantined.pop(ticket_id, None)
-            if seq_id is not None:
-                self._core.send_engine(m.Unquarantine(seq_id=seq_id))
+            inbound = writer.quarantined.pop(ticket_id, None)
+            if inbound is not None:
+                inbound.move(HandoffState.FREE)
+                self._core.send_engine(m.Unquarantine(seq_id=inbound.live.seq_id))
+            for waiting in (writer.unconfirmed, writer.irrevocable, writer.refencing):
+                waiting.discard(ticket_id)
+
+    def cannot_vouch(self, ticket_id: str, *, writer_says: bool) -> None:
+        """The writer (or else the transport here) cannot exclude that something still lands.
+
+        Where both say so our memory is closed to the writer for a moment; its other tickets go on by themselves.
+        """
+        for key, writer in self._writers.items():
+            if ticket_id not in writer.quarantined:
+                continue
+            (writer.unconfirmed if writer_says else writer.irrevocable).add(ticket_id)
+            if ticket_id in writer.unconfirmed & writer.irrevocable and not writer.fencing:
+                writer.refencing.add(ticket_id)
+                self._core.send_transfer(t.Fence(worker_id=key[0], epoch=key[1]))
 
     def renew(self, request: worker_pb2.LeaseRequest) -> None:
         """One list of a writer's open tickets; what it leaves out is fenced on its side."""
@@ -90,7 +109,7 @@ class Writers:
             return
         named = set(request.ticket_ids)
         writer.last_lease_s = self._core.clock()
-        for ticket_id in set(writer.quarantined) - named:
+        for ticket_id in set(writer.quarantined) - named - writer.unconfirmed:
             self.vouch(ticket_id)
         for inbound in [x for x in writer.tickets.values() if x.state in OPEN_STATES - {HandoffState.REQUESTED}]:
             inbound.absent = 0 if inbound.ticket_id in named else inbound.absent + 1
@@ -119,11 +138,12 @@ class Writers:
 
     def on_fenced(self, key: WriterKey) -> None:
         writer = self._writers.get(key)
-        if writer is None or not writer.fencing:
+        if writer is None:
             return
-        for ticket_id in list(writer.quarantined):
+        for ticket_id in list(writer.quarantined if writer.fencing else writer.refencing):
             self.vouch(ticket_id)
-        del self._writers[key]
+        if writer.fencing:
+            del self._writers[key]
 
     def sweep(self) -> None:
         """Lapse the leases that nobody renewed. Only granted or quarantined tickets need one."""

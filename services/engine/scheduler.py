@@ -52,6 +52,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
         self._step = 0
+        self._turns = 0
         self._paused = 0
 
     def add(self, message: AddSequence) -> None:
@@ -111,7 +112,8 @@ class Scheduler:
         reserved = self._reserves(waiting)
         work = (*decodes.values(), *prefills)
         for item in work:
-            item.sequence.last_step = self._step
+            self._turns += 1
+            item.sequence.last_turn = self._turns
         return Step(self._step, work, started, reserved, self.roster.preemptions - preemptions, waiting)
 
     def complete(self, step: Step, tokens: Mapping[str, int], failures: Mapping[str, str]) -> list[SequenceOutput]:
@@ -147,7 +149,7 @@ class Scheduler:
         self._paused = 0
         active = sorted(self.roster.running.values(), key=lambda s: s.order)[: self.max_num_seqs]
         ready = [s for s in active if s.num_missing_tokens == 1]
-        ready.sort(key=lambda s: (s.priority, s.last_step, s.arrival))
+        ready.sort(key=lambda s: (s.priority, s.last_turn, s.arrival))
         work: dict[str, Work] = {}
         for seq in ready:
             if len(work) >= self.max_num_batched_tokens:

@@ -55,7 +55,7 @@ class Sequence:
     cached_tokens: int = 0  # of the prompt, found before anything was computed
     was_placed: bool = False
     num_overtaken: int = 0  # placements of later ones while this one did not fit
-    last_step: int = -1
+    last_turn: int = 0  # when it was last computed, counted in works
 
     @classmethod
     def of(cls, message: AddSequence, arrival: int, phase: Phase) -> Sequence:

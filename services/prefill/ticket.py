@@ -40,6 +40,7 @@ class Ticket:
     wire: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)  # Pushed | PushFailed | TicketLost for this ticket
     closed: asyncio.Future[bool] | None = None  # fenced, once the transfer process has let go
     on_wire: bool = False  # OpenTicket was sent
+    is_confirmed: bool = True  # False: the transfer process ended, and what it had sent may still land at the reader
     extents: dict[tuple[int, int], t.Extent] = field(default_factory=dict)  # by (layer, block)
     num_bytes: int = 0
 

@@ -44,7 +44,7 @@ class Writer(Role):
         self._peers = Peers(core.config.secret)
         self._handoffs: dict[str, Handoff] = {}  # by sequence id
         self._tickets: dict[str, Ticket] = {}
-        self._leases = LeaseKeeper(core, self._peers, self._fence)
+        self._leases = LeaseKeeper(core, self._peers, self._fence_peer)
 
     # --- from the router ---
 
@@ -114,13 +114,16 @@ class Writer(Role):
                 ticket.closed.set_result(message.fenced)
 
     def on_transfer_lost(self) -> None:
-        """Its end fenced every ticket. A prompt that is computed can still be handed over; of one that is not, nobody
-        knows any more which layers are done."""
+        """Its end lets go of our memory, so every ticket is over on this side.
+
+        A prompt that is computed can still be handed over; of one that is not, nobody knows which layers are done.
+        """
         for ticket in self._tickets.values():
+            ticket.is_confirmed = not ticket.on_wire
             ticket.on_wire = False
             ticket.lose("the transfer process ended")
             if ticket.closed is not None and not ticket.closed.done():
-                ticket.closed.set_result(True)
+                ticket.closed.set_result(False)
         error = RequestError(ErrorCode.TRANSFER_FAILED, "the transfer process ended while the prompt was computed")
         for handoff in list(self._handoffs.values()):
             if handoff.block_ids and not handoff.first_token.done() and not handoff.ended.is_set():
@@ -209,31 +212,54 @@ class Writer(Role):
         ticket.move(HandoffState.REVOKED, reason=reason)
         if ticket.on_wire:
             ticket.move(HandoffState.QUARANTINED)
-            ticket.closed = asyncio.get_running_loop().create_future()
-            self._core.send_transfer(t.CloseTicket(ticket_id=ticket.ticket_id))
-            try:
-                await asyncio.wait_for(asyncio.shield(ticket.closed), CLOSE_WAIT_S)
-            except TimeoutError:
-                _log.error("ticket %s is not fenced after %.0f s: ending the transfers", ticket.ticket_id, CLOSE_WAIT_S)
-                self._core.kill_transfer()
+            ticket.is_confirmed = await self._fenced(ticket)
         ticket.move(HandoffState.FREE)
-        self._leases.drop(ticket)
         self._tickets.pop(ticket.ticket_id, None)
-        await self._tell_reader(ticket, reason)
+        if await self._tell_reader(ticket, reason) or ticket.is_confirmed:
+            self._leases.drop(ticket)
+        else:
+            self._core.spawn(self._keep_telling(ticket, reason), "tell-reader")
 
-    async def _tell_reader(self, ticket: Ticket, reason: str) -> None:
+    async def _fenced(self, ticket: Ticket) -> bool:
+        """Whether nothing of the ticket can land at the reader any more; our own blocks are free either way."""
+        ticket.closed = asyncio.get_running_loop().create_future()
+        self._core.send_transfer(t.CloseTicket(ticket_id=ticket.ticket_id))
+        try:
+            return await asyncio.wait_for(asyncio.shield(ticket.closed), CLOSE_WAIT_S)
+        except TimeoutError:
+            _log.error("ticket %s is not fenced after %.0f s: ending the transfers", ticket.ticket_id, CLOSE_WAIT_S)
+            self._core.kill_transfer()
+            return False
+
+    async def _tell_reader(self, ticket: Ticket, reason: str) -> bool:
+        """True: the reader knows."""
         request = worker_pb2.CloseTicketRequest(
             ticket_id=ticket.ticket_id,
             request_id=ticket.live.request.request_id,
             attempt=ticket.attempt,
             reason=reason,
-            fenced=True,
+            fenced=ticket.is_confirmed,
             writer_epoch=self._core.registration.epoch,
         )
         try:
             await self._peers.stub(ticket.reader.address).CloseTicket(request, timeout=2.0)
         except grpc.aio.AioRpcError as exc:
             _log.info("reader %s was not told of closed ticket %s: %s", ticket.peer[0], ticket.ticket_id, exc.code())
+            return False
+        return True
+
+    async def _keep_telling(self, ticket: Ticket, reason: str) -> None:
+        """Until the reader knows that it must fence, or its lease on us has lapsed, which makes it fence by itself.
+
+        The ticket stays on our lists meanwhile: to be left out of them would mean that it is fenced.
+        """
+        try:
+            for _ in range(3 * self._core.config.transfer.lease_ms // 1000 + 1):
+                await asyncio.sleep(1.0)
+                if await self._tell_reader(ticket, reason):
+                    return
+        finally:
+            self._leases.drop(ticket)
 
     async def _abandon(self, handoff: Handoff, reason: str) -> None:
         """Nobody wants this request any more: stop computing it, fence what is on the wire, let its blocks go."""
@@ -263,5 +289,5 @@ class Writer(Role):
             ),
         )
 
-    def _fence(self, peer: tuple[str, str]) -> None:
+    def _fence_peer(self, peer: tuple[str, str]) -> None:
         self._core.send_transfer(t.Fence(worker_id=peer[0], epoch=peer[1], forget=True))

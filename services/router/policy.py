@@ -11,11 +11,13 @@ later ones are computed, so all but the last layer's share of the computing hide
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 PRESSURE_STEPS = 1 / 16
 """Price of one active sequence on the decode worker, in its decode steps."""
+_Key = tuple[float, str, str]  # cost, prefill worker id, decode worker id or ""
 SHOWN_CANDIDATES = 16
 """Candidates kept in a decision, cheapest first."""
 
@@ -78,10 +80,6 @@ class Candidate:
     decode_id: str
     terms: Terms
 
-    @property
-    def key(self) -> tuple[float, str, str]:
-        return self.terms.cost_ms, self.prefill_id, self.decode_id
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
@@ -114,20 +112,27 @@ def choose(policy: str, prompt: Prompt, workers: Sequence[Worker], fabric: Fabri
     Raises:
         ValueError: an unknown policy.
     """
-    found = [_price(prompt, p, d, fabric) for p, d in _feasible(prompt, workers)]
-    if not found:
+    pairs = _feasible(prompt, workers)
+    if not pairs:
         return None
-    ranked = sorted(found, key=lambda c: c.key)
+    halves = {w.worker_id: _Half.of(prompt, w) for w in {w.worker_id: w for pair in pairs for w in pair}.values()}
+    keys = [_key(halves[p.worker_id], halves[d.worker_id], fabric) for p, d in pairs]
     if policy == "cost":
-        choice = ranked[0]
+        chosen = min(keys)
     elif policy == "round-robin":
-        choice = _in_turn(found, turn)
+        chosen = _in_turn(sorted(keys, key=lambda k: k[1:]), turn)
     elif policy == "least-loaded":
         load = {w.worker_id: (w.queued_tokens, w.active_sequences) for w in workers}
-        choice = min(found, key=lambda c: _load_key(c, load))
+        chosen = min(keys, key=lambda k: _load_key(k, load))
     else:
         raise ValueError(f"router.policy must be cost, round-robin or least-loaded, got {policy!r}")
-    return Decision(policy=policy, choice=choice, candidates=tuple(ranked[:SHOWN_CANDIDATES]), considered=len(found))
+    shown = heapq.nsmallest(SHOWN_CANDIDATES, keys)
+    return Decision(
+        policy=policy,
+        choice=_candidate(chosen, halves, fabric),
+        candidates=tuple(_candidate(key, halves, fabric) for key in shown),
+        considered=len(pairs),
+    )
 
 
 def capacity(workers: Sequence[Worker]) -> int:
@@ -155,21 +160,50 @@ def _feasible(prompt: Prompt, workers: Sequence[Worker]) -> list[tuple[Worker, W
     return pairs
 
 
-def _price(prompt: Prompt, p: Worker, d: Worker, fabric: Fabric) -> Candidate:
-    compute_ms = 1000 * uncached_tokens(prompt, p.cached_blocks) / p.prefill_tokens_per_s
-    transfer_ms = 0.0
-    if p is not d:
-        missing = prompt.num_tokens - min(d.cached_blocks, prompt.reusable_blocks) * prompt.block_size
-        wire_ms = 1000 * missing * prompt.token_bytes / fabric.bandwidth(p.worker_id, d.worker_id)
-        transfer_ms = max(0.0, wire_ms - compute_ms * (1 - 1 / prompt.num_layers))
-    terms = Terms(
-        queue_ms=1000 * p.queued_tokens / p.prefill_tokens_per_s,
-        compute_ms=compute_ms,
-        transfer_ms=transfer_ms,
-        admission_ms=_admission_ms(prompt, d),
-        pressure_ms=d.active_sequences * d.step_ms * PRESSURE_STEPS,
-    )
-    return Candidate(p.worker_id, "" if p is d else d.worker_id, terms)
+@dataclass(frozen=True, slots=True)
+class _Half:
+    """What one worker adds to a pair, worked out once however many pairs it is in."""
+
+    worker_id: str
+    queue_ms: float  # as the prefill side
+    compute_ms: float
+    hidden_ms: float  # of the computing, that a transfer may take without being seen
+    missing_bytes: int  # as the decode side
+    admission_ms: float
+    pressure_ms: float
+
+    @classmethod
+    def of(cls, prompt: Prompt, w: Worker) -> _Half:
+        uncached = uncached_tokens(prompt, w.cached_blocks)
+        compute_ms = 1000 * uncached / w.prefill_tokens_per_s
+        return cls(
+            worker_id=w.worker_id,
+            queue_ms=1000 * w.queued_tokens / w.prefill_tokens_per_s,
+            compute_ms=compute_ms,
+            hidden_ms=compute_ms * (1 - 1 / prompt.num_layers),
+            missing_bytes=uncached * prompt.token_bytes,
+            admission_ms=_admission_ms(prompt, w),
+            pressure_ms=w.active_sequences * w.step_ms * PRESSURE_STEPS,
+        )
+
+
+def _transfer_ms(p: _Half, d: _Half, fabric: Fabric) -> float:
+    if p is d:
+        return 0.0
+    return max(0.0, 1000 * d.missing_bytes / fabric.bandwidth(p.worker_id, d.worker_id) - p.hidden_ms)
+
+
+def _key(p: _Half, d: _Half, fabric: Fabric) -> _Key:
+    """Runs for every pair; the sum has the order of `Terms.cost_ms`, so that both are the same number."""
+    cost_ms = p.queue_ms + p.compute_ms + _transfer_ms(p, d, fabric) + d.admission_ms + d.pressure_ms
+    return cost_ms, p.worker_id, "" if p is d else d.worker_id
+
+
+def _candidate(key: _Key, halves: Mapping[str, _Half], fabric: Fabric) -> Candidate:
+    _, prefill_id, decode_id = key
+    p, d = halves[prefill_id], halves[decode_id or prefill_id]
+    terms = Terms(p.queue_ms, p.compute_ms, _transfer_ms(p, d, fabric), d.admission_ms, d.pressure_ms)
+    return Candidate(prefill_id, decode_id, terms)
 
 
 def _admission_ms(prompt: Prompt, d: Worker) -> float:
@@ -178,13 +212,14 @@ def _admission_ms(prompt: Prompt, d: Worker) -> float:
     return short_blocks * prompt.block_size * d.step_ms / max(d.active_sequences, 1)
 
 
-def _in_turn(found: Sequence[Candidate], turn: int) -> Candidate:
+def _in_turn(keys: Sequence[_Key], turn: int) -> _Key:
     """Prefill (and mixed) workers take turns; each goes through its decode workers one further every round."""
-    firsts = sorted({c.prefill_id for c in found})
-    mine = [c for c in found if c.prefill_id == firsts[turn % len(firsts)]]
+    firsts = sorted({prefill_id for _, prefill_id, _ in keys})
+    mine = [key for key in keys if key[1] == firsts[turn % len(firsts)]]
     return mine[(turn // len(firsts)) % len(mine)]
 
 
-def _load_key(c: Candidate, load: Mapping[str, tuple[int, int]]) -> tuple[int, int, str, str]:
+def _load_key(key: _Key, load: Mapping[str, tuple[int, int]]) -> tuple[int, int, str, str]:
     """Least prefill queue, then fewest active sequences where it decodes."""
-    return load[c.prefill_id][0], load[c.decode_id or c.prefill_id][1], c.prefill_id, c.decode_id
+    _, prefill_id, decode_id = key
+    return load[prefill_id][0], load[decode_id or prefill_id][1], prefill_id, decode_id

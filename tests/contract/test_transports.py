@@ -119,18 +119,18 @@ def test_one_write_covers_the_whole_memory(world: World) -> None:
     assert world.target.bytes[:] == world.source.bytes[:]
 
 
-@pytest.mark.parametrize(("offset", "num_bytes"), [(SIZE, 1), (SIZE - 10, 11), (1 << 40, 8)])
-def test_a_write_past_the_readers_memory_is_refused(world: World, offset: int, num_bytes: int) -> None:
+def test_a_write_past_the_readers_memory_is_refused(world: World) -> None:
     _, channel = world.pair()
-    assert write_fails(channel, Write(0, offset, num_bytes, "t"))
+    for offset, num_bytes in ((SIZE, 1), (SIZE - 10, 11), (1 << 40, 8)):
+        assert write_fails(channel, Write(0, offset, num_bytes, "t")), (offset, num_bytes)
     assert not any(world.target.bytes[:])
 
 
-@pytest.mark.parametrize(("offset", "num_bytes"), [(-1, 4), (SIZE - 10, 11), (0, 0)])
-def test_a_write_from_outside_our_memory_starts_nothing(world: World, offset: int, num_bytes: int) -> None:
+def test_a_write_from_outside_our_memory_starts_nothing(world: World) -> None:
     _, channel = world.pair()
-    with pytest.raises(TransferError, match="source memory"):
-        channel.submit([Write(offset, 0, num_bytes, "t")])
+    for offset, num_bytes in ((-1, 4), (SIZE - 10, 11), (0, 0)):
+        with pytest.raises(TransferError, match="source memory"):
+            channel.submit([Write(offset, 0, num_bytes, "t")])
 
 
 def test_a_ticket_that_was_never_allowed_lands_nothing(world: World) -> None:

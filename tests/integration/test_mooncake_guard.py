@@ -86,6 +86,7 @@ def got_nothing(result: dict[str, Any]) -> bool:
     return result["engine"] == {"write": -1, "read": -1} and set(result["sockets"]) == {"TimeoutError"}
 
 
+@pytest.mark.slow
 def test_a_stranger_gets_nothing_before_a_writer_came(reader: Reader) -> None:
     assert got_nothing(reader.attack())
     assert reader.memory[:] == b"\x11" * SIZE
@@ -110,6 +111,7 @@ def test_a_stranger_gets_nothing_while_a_writer_is_connected(reader: Reader) -> 
     assert reader.memory[:4096] == b"\x22" * 4096
 
 
+@pytest.mark.slow
 def test_the_writers_own_engine_gives_a_stranger_nothing(reader: Reader) -> None:
     source = mmap.mmap(-1, SIZE)
     source[:] = b"\x33" * SIZE
@@ -165,6 +167,7 @@ def test_who_slips_in_while_the_door_is_ajar_finds_no_memory_and_is_thrown_out(r
     assert got_nothing(reader.attack())  # of the engine that was put in its place
 
 
+@pytest.mark.slow
 def test_the_door_shuts_again_when_a_writer_vanishes_in_it(reader: Reader) -> None:
     talk, answer = knock(reader)
     talk.close()

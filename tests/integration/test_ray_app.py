@@ -49,6 +49,11 @@ class ServeApp:
     def base(self) -> str:
         return f"http://127.0.0.1:{self.args['port']}"
 
+    def scale(self, **counts: int) -> None:
+        replicas = [{"name": name, "num_replicas": count} for name, count in counts.items()]
+        self.settings["applications"][0]["deployments"] = replicas
+        self.write()
+
     def write(self) -> None:
         self.file.write_text(yaml.safe_dump(self.settings), encoding="utf-8")
 
@@ -79,6 +84,7 @@ def serve_app(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[ServeA
         settings["applications"][0]["args"]["model"] = str(request.getfixturevalue("tiny_model_folder"))
     else:
         prepare("default", cache_dir=home() / "models", dtype="float32", progress=lambda _: None)
+    del settings["applications"][0]["deployments"]  # the counts of the arguments hold
     file = tmp_path / "serve.yaml"
     memory = shared_memory()
     file.write_text(yaml.safe_dump(settings), encoding="utf-8")
@@ -145,8 +151,7 @@ def test_scaling_in_cuts_no_stream(serve_app: ServeApp) -> None:
     until("three decode workers", lambda: len(serve_app.workers("decode")) == 3)
     streams = [Stream(serve_app.base, max_tokens=700) for _ in range(30)]
     until("every stream has begun", lambda: all(stream.begun() for stream in streams))
-    serve_app.args["decode"] = 1
-    serve_app.write()
+    serve_app.scale(decode=1)
     serve_app.serve("deploy", str(serve_app.file))
     until("one decode worker", lambda: len(serve_app.workers("decode")) == 1, limit_s=180)
     for stream in streams:

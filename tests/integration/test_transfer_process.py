@@ -132,7 +132,7 @@ async def test_the_same_source_goes_to_another_reader_when_the_first_is_killed(p
     lost = Pair()
     try:
         await lost.reader.start(transport)
-        await pair.start(transport, throttle_bytes_per_s=20 << 20)
+        await pair.start(transport, throttle_bytes_per_s=40 << 20)
         lost.reader.client.send(m.OpenListener(worker_id="P", epoch=pair.writer.epoch))
         first = (await lost.reader.wait(m.ListenerReady)).segment
         lost.reader.client.send(m.Allow(ticket_id="first", worker_id="P", epoch=pair.writer.epoch))
@@ -154,7 +154,7 @@ async def test_the_same_source_goes_to_another_reader_when_the_first_is_killed(p
 
 
 async def test_nothing_of_a_closed_ticket_lands_afterwards(pair: Pair, each_transport: str) -> None:
-    await pair.start(each_transport, throttle_bytes_per_s=20 << 20)
+    await pair.start(each_transport, throttle_bytes_per_s=40 << 20)
     segment = await pair.listen()
     pair.open_source()
     pair.allow()
@@ -223,7 +223,7 @@ async def test_a_frozen_reader_does_not_hold_up_another(pair: Pair, transport: s
 
 
 async def test_a_revoked_ticket_fails_at_the_writer(pair: Pair, each_transport: str) -> None:
-    await pair.start(each_transport, throttle_bytes_per_s=20 << 20)
+    await pair.start(each_transport, throttle_bytes_per_s=40 << 20)
     segment = await pair.listen()
     pair.open_source()
     pair.allow()

@@ -202,7 +202,7 @@ def steps_of(world: World) -> Iterator[Step]:
     now = 0
     while arrivals or world.scheduler.roster.sequences or world.due:
         now += 1
-        assert now < 20_000, "the load does not end"
+        assert now < 3_000, "the load does not end"
         for item in [a for a in arrivals if a[0] <= now]:
             arrivals.remove(item)
             _, kind, message = item

@@ -133,6 +133,13 @@ class TestApplication:
         settings = bound(application(config, Path("/model")))["prefill"].init_args[0]
         assert from_dict(settings) == config
 
+    def test_scaling_changes_no_argument_of_any_replica(self) -> None:
+        def arguments_of(**counts: int) -> dict[str, Any]:
+            args = AppArgs.model_validate({"engine.num_threads": 1, **counts})
+            return {name: str(d.init_args) for name, d in bound(build(args)).items()}
+
+        assert arguments_of(prefill=1, decode=3) == arguments_of(prefill=2, decode=1)
+
     def test_fixed_own_ports_allow_one_router_for_each_node(self) -> None:
         fixed = bound(build(AppArgs.model_validate({"router.replicas": 2, "port": 8000})))["router"]
         assert fixed._replica_config.max_replicas_per_node == 1

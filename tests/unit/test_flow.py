@@ -295,12 +295,19 @@ async def test_tokens_of_the_old_attempt_still_count_from_the_prefill_worker_aft
 
 
 async def test_the_only_reader_gets_a_second_ticket_after_a_failed_transfer(pair: Pair) -> None:
-    pair.p.on_submit = accept_only
+    pair.p.on_submit = pair.p.on_retarget = accept_only  # type: ignore[assignment]
     events = asyncio.ensure_future(collect(pair.core, request(3)))
     await until(lambda: pair.p.submits)
     sent = pair.p.submits[0].request
     await pair.p.output(sent, 0, token(0))
     await pair.p.handoff(sent, "failed", error=worker_pb2.Error(code="transfer_failed", retryable=True))
+    await until(lambda: pair.p.retargets)
+    await pair.d.output(sent, 0, 66)  # of the ticket that failed
+    await pair.p.output(sent, 0, attempt=2)
+    again = worker_pb2.Request()
+    again.CopyFrom(sent)
+    again.attempt = 2
+    await hand_off(pair.p, pair.d, again)
     assert ids(await events) == expected(3)
     assert [(r.attempt, r.reader.worker_id) for r in pair.p.retargets] == [(2, "d0")]
 
@@ -390,11 +397,14 @@ async def test_a_broken_stream_is_taken_up_where_it_was_and_loses_nothing(pair: 
     sent = pair.p.submits[0].request
     await pair.p.output(sent, 0, token(0))
     await first
+    await pair.d.output(sent, 0, token(0), token(1))
+    assert (await anext(stream)).token_ids == (token(1),)
     pair.d.break_streams()
     await until(lambda: not pair.d._streams)
-    await hand_off(pair.p, pair.d, sent)
-    assert ids([e async for e in stream]) == expected(6)[1:]
+    await decode(pair.d, sent, start=2)
+    assert ids([e async for e in stream]) == expected(6)[2:]
     assert [h.router_epoch for h in pair.d.hellos] == [pair.core.identity.epoch] * 2
+    assert [h.last_seq for h in pair.d.hellos] == [0, 1]
 
 
 async def test_messages_that_are_gone_for_good_fail_the_requests_of_that_worker(pair: Pair) -> None:

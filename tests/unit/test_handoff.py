@@ -276,6 +276,37 @@ async def test_a_lost_transfer_process_fences_everything_on_both_sides(pair: Pai
     await pair.p.until(lambda: "freed" in pair.p.arrows())
 
 
+async def test_a_writer_that_cannot_vouch_makes_the_reader_close_its_memory_for_a_moment(pair: Pair) -> None:
+    seq_id = await pair.submit()
+    await pair.start_prefill(seq_id)
+    ticket = await pair.grant(seq_id)
+    pair.p.core.role.on_transfer(t.PushFailed(ticket_id=ticket.ticket_id, message="the wire broke"))
+    await pair.p.sent(t.CloseTicket)
+    pair.p.core.role.on_transfer(t.TicketClosed(ticket_id=ticket.ticket_id, fenced=False))
+    await pair.d.sent(t.Revoke)
+    pair.d.core.role.on_transfer(t.TicketClosed(ticket_id=ticket.ticket_id, fenced=False))
+    fence = await pair.d.sent(t.Fence)
+    assert not fence.forget
+    assert pair.d.none_sent(m.Unquarantine, "engine")
+    pair.d.core.role.lease(worker_pb2.LeaseRequest(writer_id="prefill-0", writer_epoch="pe"))
+    assert pair.d.none_sent(m.Unquarantine, "engine")  # being left out of a list vouches for nothing here
+    pair.d.core.role.on_transfer(t.Fenced(worker_id="prefill-0", epoch="pe", segment="segment"))
+    assert (await pair.d.sent(m.Unquarantine, "engine")).seq_id == seq_id
+
+
+async def test_a_transport_that_can_vouch_spares_the_reader_the_fence(pair: Pair) -> None:
+    seq_id = await pair.submit()
+    await pair.start_prefill(seq_id)
+    ticket = await pair.grant(seq_id)
+    pair.p.core.role.on_transfer(t.PushFailed(ticket_id=ticket.ticket_id, message="the wire broke"))
+    await pair.p.sent(t.CloseTicket)
+    pair.p.core.role.on_transfer(t.TicketClosed(ticket_id=ticket.ticket_id, fenced=False))
+    await pair.d.sent(t.Revoke)
+    pair.d.core.role.on_transfer(t.TicketClosed(ticket_id=ticket.ticket_id, fenced=True))
+    await pair.d.sent(m.Unquarantine, "engine")
+    assert pair.d.none_sent(t.Fence)
+
+
 async def test_computed_kv_outlives_the_transfer_process_and_goes_to_a_reader_after_its_restart(pair: Pair) -> None:
     seq_id = await pair.submit()
     await pair.start_prefill(seq_id)

@@ -534,7 +534,7 @@ def stories(draw: st.DrawFn) -> list[tuple[str, int]]:
     return draw(st.lists(st.tuples(st.sampled_from(kinds), st.integers(0, 5)), max_size=60))
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(
     story=stories(),
     cuts=st.sets(st.integers(1, 11), max_size=3),

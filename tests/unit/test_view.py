@@ -215,6 +215,25 @@ def test_events_take_the_place_of_expectations(clock: Clock) -> None:
     assert residency.depth(NAMES, clock.now_s) == 3
 
 
+def test_a_longer_prompt_is_expected_beyond_what_is_stored(clock: Clock) -> None:
+    residency = Residency(1000)
+    residency.reset(1, NAMES[:3])
+    residency.expect(NAMES, clock.now_s)
+    assert residency.depth(NAMES, clock.now_s) == 10
+
+
+def test_too_many_expectations_are_forgotten_from_the_end_of_the_oldest_prompt(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.router.residency.MAX_SPECULATIVE", 12)
+    residency = Residency(1000)
+    residency.reset(0, [])
+    residency.expect(NAMES, clock.now_s)
+    residency.expect(OTHER[:5], clock.now_s)
+    residency.expect(OTHER[:1], clock.now_s)
+    assert residency.depth(NAMES, clock.now_s) == 7
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 8), st.integers(0, 6), st.booleans()), min_size=1, max_size=40)
 )

@@ -1,0 +1,44 @@
+"""A streaming client that costs little: it only notes when each chunk of an answer arrived."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from itertools import pairwise
+
+
+async def chunk_times(host: str, port: int, num_tokens: int) -> list[float]:
+    """Monotonic seconds at which each token's SSE line arrived, of one streamed completion."""
+    body = json.dumps(
+        {"prompt": [1000, 1001, 1002], "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    ).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
+    reader, writer = await asyncio.open_connection(host, port)
+    writer.write(head.encode() + body)
+    times: list[float] = []
+    try:
+        async with asyncio.timeout(120):
+            while line := await reader.readline():
+                if line.startswith(b'data: {"'):
+                    times.append(time.perf_counter())
+                elif line.startswith(b"HTTP/1.1") and b" 200 " not in line:
+                    raise RuntimeError(f"the server answered {line.decode().strip()}")
+    finally:
+        writer.close()
+    return times
+
+
+async def gaps_ms(host: str, port: int, streams: int, num_tokens: int) -> list[float]:
+    """Gaps between tokens over ``streams`` answers at once, in milliseconds; the first gap of each is left out."""
+    answers = await asyncio.gather(*(chunk_times(host, port, num_tokens) for _ in range(streams)))
+    return [(b - a) * 1000 for times in answers for a, b in pairwise(times[1:])]
+
+
+def percentile(values: list[float], percent: float) -> float:
+    """Nearest rank."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(percent / 100 * len(ordered)))]
