@@ -5,6 +5,7 @@ SHELL := /bin/bash
 VENV := .venv/bin
 ARGS ?=
 TESTS ?= tests
+BENCH ?= transfer_overlap stream_cost
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */  make \1|/' | column -t -s '|'
@@ -29,9 +30,8 @@ lint: setup  ## style, types, import arrows
 
 check: lint test  ## what CI runs
 
-bench: setup  ## hand-off and step benchmarks, one JSON line each
-	@for part in services/bench/[a-z]*.py; do \
-		name=$$(basename $$part .py); \
+bench: setup  ## benchmarks, one JSON line each: make bench BENCH=stream_cost ARGS=...
+	@for name in $(BENCH); do \
 		echo "== services.bench.$$name" >&2; $(VENV)/python -m services.bench.$$name $(ARGS) || exit 1; \
 	done
 

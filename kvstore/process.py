@@ -71,7 +71,7 @@ class ChildChannel:
 
 
 class Child:
-    """The parent's end: starts ``python -m module fd [args]``, sends messages, passes each one received to ``on_message``.
+    """The parent's end: starts ``python -m module fd [args]``, sends messages, gives received ones to ``on_message``.
 
     ``on_exit`` is called once, with the exit code, when the child ends for whatever reason.
     """

@@ -5,7 +5,8 @@
     pdray serve                              (through `Cluster`, which also starts Ray)
 
 `build` takes everything as text and returns the bound application. The secret travels in the deployments' arguments, is
-generated where none is given, and is never logged.
+generated where none is given. Serve itself logs the arguments of `build`: a secret, or a Redis with a password, belongs
+into the environment of the cluster (PDRAY_SECRET, PDRAY_REDIS__URL) or into the file named by `config`.
 """
 # No postponed annotations here: Serve reads the class of build's argument from its signature.
 
@@ -61,7 +62,7 @@ class AppArgs(BaseModel):
     port: int | None = Field(None, description="The router's own HTTP port; default 0, a free one.")
     grpc_port: int | None = Field(None, description="The router's own gRPC port; default 0, a free one.")
     host: str | None = Field(None, description="Where router and workers listen; `node`: the node's address.")
-    secret: str | None = Field(None, description="Shared secret; default: one kept for this namespace.")
+    secret: str | None = Field(None, description="Better as PDRAY_SECRET: Serve logs arguments. Default: one is kept.")
 
     def overrides(self) -> dict[str, Any]:
         """The given settings by dotted name."""
@@ -136,6 +137,11 @@ def application(config: ServeConfig, model_folder: Path | None = None) -> serve.
         if getattr(config, role):
             workers.append(decode_deployment.deployment(config, role).bind(settings, folder, role, own_store))
     return router_deployment.deployment(config).bind(settings, folder, workers, own_store)
+
+
+def router_only(config: ServeConfig, model_folder: Path) -> serve.Application:
+    """The router alone, for workers that run elsewhere: it finds them by ``config.workers`` or its Redis."""
+    return router_deployment.deployment(config).bind(_replica_settings(config), str(model_folder), [], None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,7 @@ class TransferConfig:
     """The hand-off between prefill and decode."""
 
     transport: str = "auto"
-    """``mooncake``, ``tcp``, ``local``, ``module:Class``; ``auto``: mooncake where it runs and can be guarded, else tcp."""
+    """``mooncake``, ``tcp``, ``local``, ``module:Class``; ``auto``: mooncake where it can be guarded, else tcp."""
     protocol: str = "tcp"
     """Mooncake's wire: ``tcp`` or ``rdma``."""
     device: str = ""
@@ -202,7 +202,7 @@ class ServeConfig:
     decode: int = 1
     mixed: int = 0
     secret: str = ""
-    """Shared by all processes of an application; signs calls and registrations, is never sent. Empty: the start makes one."""
+    """Shared by all processes of an application; signs calls and registrations, never sent. Empty: one is made."""
     log_dir: str = ""
     workers: tuple[str, ...] = ()
     """Static addresses of workers, host:port; beside Redis and Ray, the third source of discovery."""
@@ -288,7 +288,7 @@ def _put(tree: MutableMapping[str, Any], dotted: str, value: Any) -> None:
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """PDRAY_ENGINE__BLOCK_SIZE=32 → {"engine.block_size": "32"}; unknown names are left alone: they belong to others."""
+    """PDRAY_ENGINE__BLOCK_SIZE=32 → {"engine.block_size": "32"}; unknown names are left alone, they are others'."""
     known = set(_dotted_names(ServeConfig))
     found = {}
     for name, value in environ.items():

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import json
 import signal
+import tempfile
 import threading
 import time
 import urllib.error
@@ -26,7 +27,8 @@ from typing import TYPE_CHECKING
 import psutil
 from rich.console import Console
 
-from services.config import ServeConfig, home, set_ray_environment
+from kvstore.errors import IndexUnavailable
+from services.config import ServeConfig, set_ray_environment
 from services.present import Started, show_running, step, url
 from services.protocol.model_card import ModelCard
 from services.start.model import announcement, prepare_model
@@ -79,6 +81,8 @@ def run(config: ServeConfig, console: Console, *, dashboard: bool) -> None:
         StartError, ConfigError: it cannot start, or has died; the message is the reason.
     """
     config.check_pairs()
+    if config.router.replicas > 1:
+        raise StartError(f"router.replicas is {config.router.replicas}: one machine has one router, clusters have more")
     check_system(config.transfer.transport)
     check_ports(config)
     config = with_threads(with_new_secret(with_serve_ports(config)), usable_cores())
@@ -113,8 +117,8 @@ def _serve(config: ServeConfig, folder: Path, console: Console, signals: Signals
         with step(console, "router and workers"):
             cluster.deploy(application(config, folder))
             ports = _wait_ready(cluster, config.router.host, console)
-        started = Started(ModelCard.load(folder), *ports, _transports(config.router.host, ports[0]), cluster.logs())
-        show_running(console, config, started)
+        running = Started(ModelCard.load(folder), *ports, _transports(config.router.host, ports[0]), cluster.logs())
+        show_running(console, config, running)
         _watch(cluster)
     finally:
         signals.stopping()
@@ -196,14 +200,16 @@ def _store(config: ServeConfig) -> Iterator[ServeConfig]:
         return
     from kvstore.index.embedded import EmbeddedValkey
 
-    folder = home() / "run"
-    folder.mkdir(parents=True, exist_ok=True)
     server = EmbeddedValkey()
-    url = asyncio.run(server.start(folder))
-    try:
-        yield dataclasses.replace(config, redis=dataclasses.replace(config.redis, url=url, is_embedded=True))
-    finally:
-        asyncio.run(server.stop())
+    with tempfile.TemporaryDirectory(prefix="pdray-store-") as folder:
+        try:
+            address = asyncio.run(server.start(Path(folder)))
+        except IndexUnavailable as exc:
+            raise StartError(f"{exc}; or start with --redis-url none, or the address of a Redis") from None
+        try:
+            yield dataclasses.replace(config, redis=dataclasses.replace(config.redis, url=address, is_embedded=True))
+        finally:
+            asyncio.run(server.stop())
 
 
 def _descendants() -> list[psutil.Process]:

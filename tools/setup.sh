@@ -62,12 +62,14 @@ check_torch() { # refuse a CUDA build that nobody asked for
     [ "${TORCH:-}" = any ] && return 0
     # shellcheck disable=SC2086
     .venv/bin/pip install --dry-run --quiet --report .venv/torch.json $TORCH_ARGS -c constraints.txt torch >/dev/null 2>&1 || return 0
-    if .venv/bin/python - <<'PY'
+    local with_cuda=no
+    .venv/bin/python - <<'PY' && with_cuda=yes
 import json
 names = [item["metadata"]["name"].lower() for item in json.load(open(".venv/torch.json"))["install"]]
 raise SystemExit(not any(name.startswith(("nvidia-", "cuda-")) for name in names))
 PY
-    then
+    rm -f .venv/torch.json
+    if [ "$with_cuda" = yes ]; then
         fail "here pip would install torch with CUDA, several GB. For a CPU: make setup TORCH_ARGS='--index-url URL', with the URL that PyTorch's installation page names for pip and CPU. To take the build with CUDA: make setup TORCH=any"
     fi
 }

@@ -22,7 +22,16 @@ from services.engine.batch import DecodeGroup, PackedBatch, PrefillSpan
 NAME = "pdray"
 """What the attention implementation is registered as."""
 
-_HARMLESS = {"position_ids", "cache_position", "position_embeddings", "use_cache", "output_attentions", "layer_idx"}
+_HARMLESS = {
+    "position_ids",
+    "cache_position",
+    "position_embeddings",
+    "use_cache",
+    "layer_idx",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+}
 
 
 class UnsupportedAttention(ValueError):

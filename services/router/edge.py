@@ -8,6 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.protocol.errors import ErrorCode, RequestError
 from services.router.front import Arrival, label_of
+from services.router.live import Live
 from services.router.problem import error_response
 
 ARRIVAL = "pdray.arrival"
@@ -19,8 +20,9 @@ _log = logging.getLogger("pdray.router")
 class Edge:
     """ASGI middleware. X-Request-Id: the client's, sanitised, or our own; on every answer, errors too."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, live: Live) -> None:
         self._app = app
+        self._live = live
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -40,7 +42,8 @@ class Edge:
             await send(message)
 
         try:
-            await self._app(scope, receive, send_with_id)
+            with self._live.opened():
+                await self._app(scope, receive, send_with_id)
         except Exception:  # the edge of the process: the client gets an error, the log the reason
             _log.exception("%s %s failed", scope["method"], scope["path"])
             if is_started:

@@ -8,7 +8,8 @@ run ──► done                        the work ended by itself
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, MutableMapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from services.protocol.errors import ErrorCode, RequestError
@@ -24,14 +25,29 @@ class ClientGone(Exception):
 
 
 class Live:
-    """All answers of one front."""
+    """All requests of one front: open from their first byte to their last, and among these the running answers."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._open = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._is_stopping = False
 
     def __len__(self) -> int:
-        return len(self._tasks)
+        return self._open
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Holds `drained` back while the block runs."""
+        self._open += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._open -= 1
+            if not self._open:
+                self._idle.set()
 
     async def run(self, work: Coroutine[Any, Any, T], receive: Receive, tick: Tick | None = None) -> T:
         """The result of ``work``, which is cancelled, and awaited, before anything is raised.
@@ -61,11 +77,10 @@ class Live:
             await asyncio.gather(task, gone, return_exceptions=True)
 
     async def drained(self, within_s: float) -> bool:
-        """Wait until no answer is on its way; False when the time was not enough."""
+        """Wait until no request is open; False when the time was not enough."""
         try:
             async with asyncio.timeout(within_s):
-                while self._tasks:
-                    await asyncio.wait(set(self._tasks))
+                await self._idle.wait()
         except TimeoutError:
             return False
         return True

@@ -55,7 +55,7 @@ COMPLETION_ENDPOINT = Endpoint(completion_ask, CompletionShapes)
 
 
 def build_http_app(core: Core, front: Front | None = None) -> FastAPI:
-    """The app; ``app.state.live`` holds the answers on their way. ``front`` is shared with gRPC where both run.
+    """The app; ``app.state.live`` knows the open requests. ``front`` is shared with gRPC where both run.
 
     Raises:
         ConfigError: the prepared model's tokenizer or template is unusable.
@@ -69,7 +69,7 @@ def build_http_app(core: Core, front: Front | None = None) -> FastAPI:
     )
     app.state.front = front or Front(core)
     app.state.live = Live()
-    app.add_middleware(Edge)
+    app.add_middleware(Edge, live=app.state.live)
     _add_error_handlers(app)
     _add_generation(app, app.state.front, app.state.live)
     _add_models(app, app.state.front)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from kvstore.errors import ConfigError
 from services.protocol.errors import ErrorCode, RequestError, invalid
@@ -23,6 +23,8 @@ DEFAULT_CONTEXT_TOKENS = 8192
 """Cap where config.model.max_model_len is 0."""
 LONG_TEXT_CHARS = 32 << 10
 """Longer texts use the lane for long ones."""
+SLICE_CHARS = 64 << 10
+"""Longer texts are tokenized in slices first, to find out whether they fit."""
 SHORT_LANE_THREADS = 2
 BUSY_RETRY_S = 1.0
 
@@ -82,7 +84,7 @@ class Text:
             RequestError: the text is too long, or gives no token at all.
         """
         self._check_size(len(text), param)
-        ids = self._bos + await self._in_lane(len(text), lambda: self._encode(text))
+        ids = self._bos + await self._in_lane(len(text), lambda: self._encode(text, param))
         if not ids:
             raise invalid("the prompt is empty, and this model has no start token to begin with", param)
         return ids
@@ -98,7 +100,7 @@ class Text:
             raise no_template()
         chars = sum(len(str(message.get("content") or "")) for message in messages)
         self._check_size(chars, "messages")
-        ids = await self._in_lane(chars, lambda: self._encode(template.render(messages)))
+        ids = await self._in_lane(chars, lambda: self._encode(template.render(messages), "messages"))
         if not ids:
             raise invalid("the chat gives an empty prompt", "messages")
         return ids
@@ -111,11 +113,26 @@ class Text:
         """State for one answer."""
         return self._detokenizers.make()
 
-    def _encode(self, text: str) -> tuple[int, ...]:
-        try:  # encode_batch lets go of the interpreter while it works; encode does not
-            return tuple(self._tokenizer.encode_batch([text], add_special_tokens=False)[0].ids)
+    def _encode(self, text: str, param: str) -> tuple[int, ...]:
+        try:
+            self._check_slices(text, param)
+            return tuple(self._encoding(text).ids)
         except UnicodeEncodeError:
-            raise invalid("the text holds a lone surrogate, which is not valid text") from None
+            raise invalid("the text holds a lone surrogate, which is not valid text", param) from None
+
+    def _encoding(self, text: str) -> Encoding:
+        # encode_batch lets go of the interpreter while it works; encode does not
+        return self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
+
+    def _check_slices(self, text: str, param: str) -> None:
+        """Refuse a long text as soon as its slices have twice the tokens that fit: the work is bounded by the context,
+        not by the body. Cutting adds a few tokens at each border, far fewer than a factor of two takes.
+        """
+        count = 0
+        for start in range(0, len(text), SLICE_CHARS) if len(text) > SLICE_CHARS else ():
+            count += len(self._encoding(text[start : start + SLICE_CHARS]))
+            if count > 2 * self.context:
+                raise too_long(self.context + 1, self.context, at_least=True, param=param)
 
     def _check_size(self, chars: int, param: str) -> None:
         least = -(-chars // self._longest_token_bytes)

@@ -62,15 +62,15 @@ class Ask:
         """
         room = context - prompt_tokens
         asked = self.max_tokens
+        if room < (0 if asked == 0 else 1):
+            raise too_long(prompt_tokens, context, param="messages" if self.messages else "prompt")
         if asked is not None and asked > room:
             raise RequestError(
                 ErrorCode.CONTEXT_LENGTH_EXCEEDED,
                 f"The prompt has {prompt_tokens} tokens and {self.max_tokens_field} is {asked}: together more than "
                 f"the context of {context} tokens.",
-                param=self.max_tokens_field if room > 0 else None,
+                param=self.max_tokens_field,
             )
-        if asked is None and room < 1:
-            raise too_long(prompt_tokens, context)
         limit = room if asked is None else asked
         if self.min_tokens > limit:
             raise _min_above_max(self.min_tokens, limit)

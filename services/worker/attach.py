@@ -104,7 +104,8 @@ class AttachHub:
         for other in [k for k in self._outboxes if k[0] == router[0] and k[1] != router[1]]:
             self._lose(other, "the router came back with a new epoch")
         box, stream = self._box(router), object()
-        box.stream, box.sent = stream, hello.last_seq
+        box.stream = stream
+        box.sent = min(hello.last_seq, box.seq)  # a new outbox counts anew; the router sees the jump
         self._acknowledge(box, hello.last_seq)
         box.wake.set()
         reader = asyncio.create_task(self._read_acks(requests, box), name="attach-acks")

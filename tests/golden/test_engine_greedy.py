@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,7 +15,6 @@ from tests.golden.conftest import NUM_TOKENS
 from tests.golden.oracle import Expected, generate, license_prompts
 
 GREEDY = Sampling(max_tokens=NUM_TOKENS, ignore_eos=True)
-SHORT = (1, 15, 16, 17, 33)
 
 
 def run_all(harness: Harness, expected: Iterable[Expected], what: str) -> None:
@@ -28,12 +28,18 @@ def run_all(harness: Harness, expected: Iterable[Expected], what: str) -> None:
         assert len(harness.tokens(f"{what}-{i}")) == NUM_TOKENS
 
 
-@pytest.mark.parametrize("chunk", [7, 64, 512])
-def test_any_chunk_size_gives_the_same_text_cold_and_cached(
-    chunk: int, model: LoadedModel, expected: dict[int, Expected]
+@pytest.mark.parametrize(("chunk", "lengths"), [(7, (15, 16, 33, 97)), (512, (200, 700))])
+def test_any_chunk_size_gives_the_same_text(
+    chunk: int, lengths: tuple[int, ...], model: LoadedModel, expected: dict[int, Expected]
 ) -> None:
     harness = Harness(model, max_num_batched_tokens=chunk)
-    chosen = [e for n, e in expected.items() if chunk > 7 or n <= 97]
+    run_all(harness, [expected[n] for n in lengths], f"chunks of {chunk}")
+    assert harness.engine.tally.prompt_tokens_computed == sum(lengths)
+
+
+def test_a_cached_prefix_gives_the_same_text(model: LoadedModel, expected: dict[int, Expected]) -> None:
+    harness = Harness(model, max_num_batched_tokens=64)
+    chosen = [e for n, e in expected.items() if n <= 200]
     run_all(harness, chosen, "cold")
     computed = harness.engine.tally.prompt_tokens_computed
     assert computed == sum(len(e.prompt) for e in chosen)
@@ -50,18 +56,23 @@ def test_one_token_at_a_time_gives_the_same_text(model: LoadedModel, expected: d
 def test_shuffled_blocks_give_the_same_text(model: LoadedModel, expected: dict[int, Expected]) -> None:
     harness = Harness(model, max_num_batched_tokens=64)
     shuffle_pool(harness)
-    run_all(harness, [expected[n] for n in (17, 97, 200)], "shuffled")
-    tables = [harness.pool.acquire(f"look-{i}", 3).block_ids for i in range(3)]
-    assert any(b != a + 1 for table in tables for a, b in zip(table, table[1:], strict=False))
+    for n in (33, 97):
+        harness.send(sequence(str(n), expected[n].prompt, sampling=GREEDY))
+    harness.step()
+    tables = [s.block_ids for s in harness.scheduler.roster.running.values()]
+    assert any(b != a + 1 for table in tables for a, b in itertools.pairwise(table))
+    harness.run()
+    for n in (33, 97):
+        expected[n].check(harness.tokens(str(n)), "shuffled")
 
 
-@pytest.mark.parametrize("block_size", [1, 8, 64])
+@pytest.mark.parametrize("block_size", [1, 64])
 def test_any_block_size_gives_the_same_text(block_size: int, model: LoadedModel, expected: dict[int, Expected]) -> None:
     harness = Harness(model, block_size=block_size, num_blocks=2048 // block_size, max_num_batched_tokens=40)
-    for n in (17, 97):
+    for n in (17, 33):
         harness.send(sequence(str(n), expected[n].prompt, sampling=GREEDY, block_size=block_size))
     harness.run()
-    for n in (17, 97):
+    for n in (17, 33):
         expected[n].check(harness.tokens(str(n)), f"blocks of {block_size}")
 
 
@@ -79,12 +90,12 @@ def test_preempted_requests_give_the_same_text_and_count_no_hits(
     assert stats.decode_tokens_forwarded == 4 * (NUM_TOKENS - 1)
 
 
-@pytest.mark.parametrize("known_blocks", [0, 2, 6])
+@pytest.mark.parametrize("known_blocks", [0, 2])
 def test_kv_that_moves_to_a_decode_worker_continues_the_same_text(
     known_blocks: int, model: LoadedModel, expected: dict[int, Expected]
 ) -> None:
-    item = expected[97]
-    writer = Harness(model, num_blocks=40, max_num_batched_tokens=40)
+    item = expected[33]
+    writer = Harness(model, num_blocks=40, max_num_batched_tokens=20)
     reader = Harness(model, num_blocks=40)
     if known_blocks:
         reader.send(sequence("before", item.prompt[: known_blocks * 16], sampling=Sampling(max_tokens=1)))
@@ -119,7 +130,7 @@ def test_a_request_that_moved_mid_answer_continues_the_same_text(
 ) -> None:
     item = expected[33]
     harness = Harness(model, num_blocks=40)
-    for cut in (1, 15, 31):
+    for cut in (15, 31):
         name = f"cut-{cut}"
         harness.send(sequence(name, item.prompt, output_ids=tuple(item.tokens[:cut]), sampling=GREEDY))
         harness.run()
@@ -128,6 +139,7 @@ def test_a_request_that_moved_mid_answer_continues_the_same_text(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_sixty_four_prompts_give_the_same_text(model: LoadedModel, default_model_folder: Path) -> None:
     lengths = [*range(1, 34), *range(47, 50), *range(63, 66), *range(95, 98), 113, 128, 129, 160, 200, 255, 256, 257]
     lengths += [300, 383, 400, 500, 511, 512, 513, 640, 700, 800, 1000, 1023, 1024, 1500]

@@ -37,12 +37,10 @@ def handed_off(core: FakeCore, text: str) -> Any:
         assert timeline is not None
         timeline.begin_attempt(1, "submit", ("prefill-0", "decode-0"), {})
         await asyncio.sleep(0.02)
-        times = worker_pb2.StageTimes(queue_ms=2, kv_load_ms=1, compute_ms=10)
+        times = worker_pb2.StageTimes(queue_ms=2, kv_load_ms=1, compute_ms=10, transfer_exposed_ms=3)
         timeline.first_token_times(1, times, 0)
-        report = worker_pb2.HandoffReport(
-            attempt=1, state="committed", bytes=BYTES, layers=LAYERS, transport="mooncake"
-        )
-        timeline.handoff_report(report, 3.0)
+        report = {"state": "committed", "bytes": BYTES, "layers": LAYERS, "transport": "mooncake"}
+        timeline.handoff_report(worker_pb2.HandoffReport(attempt=1, **report))
         async for event in saying(text)(request):
             yield event
             await asyncio.sleep(0.01)
@@ -67,7 +65,7 @@ async def test_a_chat_in_the_browser_shows_the_answer_and_where_its_time_went(co
     async with running(core) as fronts, browser() as page:
         url = f"http://127.0.0.1:{fronts.http_port}/"
         await ask(page, url, "Say hello")
-        await page.until("document.querySelector('.answer:not(.live) .bar')")
+        await page.until("!!document.querySelector('.answer:not(.live) .bar')")
         assert await page.eval("document.querySelector('.answer .text').textContent") == ANSWER
         facts = await page.eval(
             "Object.fromEntries([...document.querySelectorAll('.fact')]"
@@ -93,7 +91,7 @@ async def test_a_second_message_carries_the_first_answer_along(core: FakeCore) -
     core.flow.script = saying("first")
     async with running(core) as fronts, browser() as page:
         await ask(page, f"http://127.0.0.1:{fronts.http_port}/", "one")
-        await page.until("document.querySelector('.answer:not(.live) .facts')")
+        await page.until("!!document.querySelector('.answer:not(.live) .facts')")
         await page.type("two")
         await page.until("document.querySelectorAll('.answer:not(.live) .facts').length === 2")
         assert await fronts.inference._front.text.decode(core.flow.requests[1].prompt_ids) == (

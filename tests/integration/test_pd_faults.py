@@ -101,7 +101,7 @@ async def test_a_prefill_worker_that_dies_before_the_first_byte_is_replaced_by_a
     cluster = Cluster(tmp_path, default_model_folder, prefill=2, settings={"transfer.transport": "tcp"})
     await cluster.start()
     try:
-        prompt = list(prompts.prompt(1200))
+        prompt = list(prompts.prompt(600))
         call = asyncio.create_task(asyncio.to_thread(cluster.complete, prompt))
         victim = await _computing(cluster)
         cluster.kill(victim)

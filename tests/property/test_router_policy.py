@@ -7,7 +7,7 @@ import random
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvstore.blocks import block_names
@@ -17,6 +17,9 @@ from services.router.member import WorkerState
 from services.router.policy import PRESSURE_STEPS, Fabric, Prompt, Worker, choose, uncached_tokens
 from services.router.view import View
 from tests.fake_worker import fingerprint
+
+untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+"""A busy machine is no failure."""
 
 prompts = st.builds(
     Prompt,
@@ -79,6 +82,7 @@ def naive_options(prompt: Prompt, workers: list[Worker]) -> list[tuple[Worker, W
     return options
 
 
+@untimed
 @given(prompts, clusters(), fabrics, st.randoms(use_true_random=False))
 def test_the_choice_is_the_cheapest_of_all_options_in_any_order(
     prompt: Prompt, workers: list[Worker], fabric: Fabric, rng: random.Random
@@ -98,6 +102,7 @@ def test_the_choice_is_the_cheapest_of_all_options_in_any_order(
     assert choose("cost", prompt, workers, fabric) == decision
 
 
+@untimed
 @given(prompts, clusters(), fabrics)
 def test_equal_costs_go_to_the_lowest_ids(prompt: Prompt, workers: list[Worker], fabric: Fabric) -> None:
     decision = choose("cost", prompt, workers, fabric)
@@ -107,6 +112,7 @@ def test_equal_costs_go_to_the_lowest_ids(prompt: Prompt, workers: list[Worker],
         assert (decision.choice.terms.cost_ms, decision.choice.prefill_id, decision.choice.decode_id) == keys[0]
 
 
+@untimed
 @given(prompts, clusters(), st.integers(0, 1000))
 def test_every_policy_chooses_a_legal_option(prompt: Prompt, workers: list[Worker], turn: int) -> None:
     legal = {(p.worker_id, "" if p is d else d.worker_id) for p, d in naive_options(prompt, workers)}
@@ -117,6 +123,7 @@ def test_every_policy_chooses_a_legal_option(prompt: Prompt, workers: list[Worke
             assert (decision.choice.prefill_id, decision.choice.decode_id) in legal
 
 
+@untimed
 @given(prompts, clusters())
 def test_least_loaded_is_the_least_by_brute_force(prompt: Prompt, workers: list[Worker]) -> None:
     options = naive_options(prompt, workers)
@@ -128,6 +135,7 @@ def test_least_loaded_is_the_least_by_brute_force(prompt: Prompt, workers: list[
         assert (chosen.prefill_id, chosen.decode_id or chosen.prefill_id) == best[2:]
 
 
+@untimed
 @given(prompts, clusters())
 def test_round_robin_gives_each_first_worker_the_same_share(prompt: Prompt, workers: list[Worker]) -> None:
     options = naive_options(prompt, workers)
@@ -142,6 +150,7 @@ def test_round_robin_gives_each_first_worker_the_same_share(prompt: Prompt, work
         assert set(taken.values()) == {6}
 
 
+@untimed
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["book", "done", "release", "load"])), max_size=60))
 def test_the_ledger_agrees_with_a_list_of_what_is_outstanding(steps: list[tuple[str, str]]) -> None:
     ledger, computing, alive = Bookings(), set(), set()
@@ -201,6 +210,7 @@ class Router:
         self.view.bookings.release(request_id)
 
 
+@untimed
 @given(st.integers(2, 5), st.integers(1, 4), st.integers(17, 400), st.integers(0, 1 << 30))
 def test_64_simultaneous_cold_requests_spread_within_twice_the_mean(
     prefills: int, decodes: int, length: int, seed: int

@@ -158,6 +158,18 @@ async def test_acknowledged_messages_are_let_go() -> None:
     await router.hang_up()
 
 
+async def test_a_router_that_saw_more_than_a_new_outbox_holds_gets_what_is_there() -> None:
+    rig = Rig()
+    rig.output(0)
+    rig.hub.flush()
+    router = Router(rig.hub, last_seq=40)
+    await router.next()
+    rig.output(1)
+    rig.hub.flush()
+    assert (await router.next()).seq == 2
+    await router.hang_up()
+
+
 async def test_closing_sends_what_is_buffered_and_ends_the_stream() -> None:
     rig = Rig()
     router = Router(rig.hub)

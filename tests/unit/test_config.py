@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.errors import ConfigError
@@ -127,6 +127,7 @@ def test_an_override_below_a_plain_setting_is_refused() -> None:
         load(overrides={"prefill": 1, "prefill.more": 2}, environ={})
 
 
+@settings(deadline=None)
 @given(
     st.builds(
         lambda **values: values,

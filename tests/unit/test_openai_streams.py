@@ -172,9 +172,7 @@ async def test_probes_and_streams_go_on_while_megabytes_are_tokenized(tmp_path: 
     core = make_core(tmp_path, model={"max_model_len": 10_000_000}, max_model_len=10_000_000)
     core.flow.script = saying("ten tokens of a stream")
     async with running(core) as fronts, client_of(fronts) as http:
-        huge = [
-            asyncio.create_task(http.post(TEXT, json={"prompt": "a" * 800_000, "max_tokens": 1})) for _ in range(2)
-        ]
+        huge = [asyncio.create_task(http.post(TEXT, json={"prompt": "a" * 800_000, "max_tokens": 1})) for _ in range(2)]
         answered = 0
         while not all(task.done() for task in huge) and answered < 200:
             assert (await http.get("/health")).status_code == 200
@@ -218,6 +216,17 @@ async def test_past_the_drain_time_every_answer_ends_with_an_error(core: FakeCor
         for answer in answers[5:]:
             assert ((await answer).status_code, error_of(await answer)["code"]) == (503, "overloaded")
     assert set(core.flow.ends.values()) == {"cancelled"}
+
+
+async def test_no_token_waits_for_the_acknowledgement_of_the_one_before(core: FakeCore) -> None:
+    core.flow.script = hanging("Hello")
+    async with running(core) as fronts:
+        _, writer = await post_raw(fronts.http_port, CHAT, {"messages": HI, "stream": True})
+        await until(lambda: len(core.flow.requests) == 1)
+        (connection,) = fronts._http.server_state.connections
+        accepted = connection.transport.get_extra_info("socket")
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+        await closed(writer)
 
 
 @pytest.mark.parametrize("setting", ["port", "grpc_port"])

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.errors import ConfigError
@@ -154,6 +154,7 @@ class TestSecret:
 
 
 class TestShares:
+    @settings(deadline=None)
     @given(st.integers(0, 6), st.integers(0, 6), st.integers(0, 6), st.integers(1, 64))
     def test_threads_are_shared_and_never_oversubscribed_while_there_are_cores(
         self, prefill: int, decode: int, mixed: int, num_cores: int
@@ -168,6 +169,7 @@ class TestShares:
         config = load(overrides={"engine.num_threads": 7}, environ={})
         assert with_threads(config, 2) == config
 
+    @settings(deadline=None)
     @given(st.integers(0, 40), st.integers(1, 8))
     def test_every_replica_finds_its_cpus_on_a_cluster_of_our_own(self, workers: int, num_cores: int) -> None:
         config = ServeConfig(prefill=workers, decode=workers)

@@ -14,7 +14,7 @@ import pytest
 
 from kvstore.errors import ConfigError
 from services.protocol.errors import ErrorCode, RequestError
-from services.router.text import LONG_TEXT_CHARS, Text, context_tokens
+from services.router.text import LONG_TEXT_CHARS, SLICE_CHARS, Text, context_tokens
 from tests.fronts import ids_of, make_card, tokenizer
 
 
@@ -65,14 +65,35 @@ async def test_what_cannot_fit_is_refused_without_tokenizing(text: Text, monkeyp
     assert caught.value.code is ErrorCode.CONTEXT_LENGTH_EXCEEDED
 
 
+async def test_a_text_far_too_long_is_refused_before_all_of_it_is_tokenized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = make_text(tmp_path, context=10_000)
+    encode, seen = text._encoding, []
+    monkeypatch.setattr(text, "_encoding", lambda part: (seen.append(len(part)), encode(part))[1])
+    with pytest.raises(RequestError, match=r"at least 10001 tokens.* 10000 tokens") as caught:
+        await text.encode_prompt("x1 " * 50_000, "prompt[2]")
+    assert (caught.value.code, caught.value.param) == (ErrorCode.CONTEXT_LENGTH_EXCEEDED, "prompt[2]")
+    assert seen == [SLICE_CHARS]
+    text.close()
+
+
+async def test_a_long_text_that_fits_after_all_gets_the_ids_of_the_whole(tmp_path: Path) -> None:
+    text = make_text(tmp_path, context=100_000, max_model_len=100_000)
+    prompt = "The quick brown fox jumps over the lazy dog. " * 4000
+    assert len(prompt) > 2 * SLICE_CHARS
+    assert await text.encode_prompt(prompt) == ids_of(prompt)
+    text.close()
+
+
 async def test_a_long_text_holds_up_neither_the_loop_nor_short_texts(tmp_path: Path) -> None:
     text = make_text(tmp_path, context=10_000_000, max_model_len=10_000_000)
     encode, gate = text._encode, threading.Event()
 
-    def gated(prompt: str) -> tuple[int, ...]:
+    def gated(prompt: str, param: str) -> tuple[int, ...]:
         if len(prompt) > LONG_TEXT_CHARS:
             assert gate.wait(60)
-        return encode(prompt)
+        return encode(prompt, param)
 
     text._encode = gated  # type: ignore[method-assign]
     long = [asyncio.create_task(text.encode_prompt("ab " * LONG_TEXT_CHARS)) for _ in range(4)]

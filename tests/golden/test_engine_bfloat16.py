@@ -1,0 +1,65 @@
+"""In bfloat16 texts may part at a near tie; logits stay close, and the favourite is the same where it leads clearly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.engine.batch import PagedMemory, Span, pack
+from services.engine.loader import LoadedModel, forward, load_model
+from tests.golden.oracle import license_prompts
+
+TOLERANCE = 3.0
+"""Largest difference of a logit; logits span 70, and transformers' own two attentions differ by 1.9 here."""
+BLOCK_SIZE = 16
+
+
+@pytest.fixture(scope="module")
+def half(default_model_folder: Path) -> LoadedModel:
+    return load_model(default_model_folder, dtype="bfloat16")
+
+
+@pytest.fixture(scope="module")
+def prompt(default_model_folder: Path) -> list[int]:
+    return license_prompts(default_model_folder, [160])[0]
+
+
+@pytest.fixture(scope="module")
+def teacher(default_model_folder: Path, prompt: list[int]) -> torch.Tensor:
+    """transformers' own logits of every position, in one pass: [tokens, vocab]."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(default_model_folder, dtype=torch.bfloat16).eval()
+    with torch.inference_mode():
+        return model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0].float()
+
+
+def paged_logits(model: LoadedModel, prompt: list[int], chunk: int) -> torch.Tensor:
+    """Logits of every position, computed in chunks over blocks in falling order."""
+    card = model.card
+    num_blocks = -(-len(prompt) // BLOCK_SIZE)
+    shape = (num_blocks, 2, card.num_kv_heads, BLOCK_SIZE, card.head_dim)
+    memory = PagedMemory.over([torch.zeros(shape, dtype=torch.bfloat16) for _ in range(card.num_layers)])
+    table, parts = list(range(num_blocks))[::-1], []
+    for start in range(0, len(prompt), chunk):
+        ids = prompt[start : start + chunk]
+        logits, finite = forward(model, pack(memory, model.backend, [Span(ids, start, table)]), torch.arange(len(ids)))
+        assert bool(finite.all())
+        parts.append(logits.float())
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("chunk", [9, 64, 160])
+def test_logits_stay_within_the_tolerance_and_clear_favourites_agree(
+    chunk: int, half: LoadedModel, prompt: list[int], teacher: torch.Tensor
+) -> None:
+    logits = paged_logits(half, prompt, chunk)
+    error = float((logits - teacher).abs().max())
+    assert error <= TOLERANCE, f"logits differ by up to {error}"
+    best = teacher.topk(2).values
+    clear = best[:, 0] - best[:, 1] > TOLERANCE
+    assert int(clear.sum()) >= 20
+    agree = logits.argmax(-1) == teacher.argmax(-1)
+    assert bool(agree[clear].all())
