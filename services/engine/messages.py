@@ -34,8 +34,10 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddSequence:
-    """Compute ``prompt_ids`` (and what of ``output_ids`` was sent before); with ``hand_off`` stop after token 1 and hold
-    the blocks until ReleaseSequence, else decode to the end."""
+    """Compute ``prompt_ids``, and what of ``output_ids`` was sent before.
+
+    With ``hand_off`` stop after token 1 and hold the blocks until ReleaseSequence, else decode to the end.
+    """
 
     seq_id: str  # unique in this process
     prompt_ids: tuple[int, ...]

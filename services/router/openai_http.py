@@ -9,7 +9,6 @@ leaves frees its request. There is no CORS, and no page loads anything from anot
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -38,8 +37,6 @@ from services.router.validate import Ask, chat_ask, completion_ask
 
 IGNORED_HEADER = "x-pdray-ignored"
 CLIENT_CLOSED_REQUEST = 499  # for the log; nobody reads it
-
-_log = logging.getLogger("pdray.router")
 
 
 @dataclass(frozen=True, slots=True)
