@@ -157,9 +157,13 @@ class FakeCore:
         self.flow = ScriptedFlow()
         self.timelines = Timelines(self.config.router.timelines_kept)
         self.not_ready = ""
+        self.capacity = 0
 
     def ready(self) -> tuple[bool, str]:
         return not self.not_ready, self.not_ready
+
+    def capacity_tokens(self) -> int:
+        return self.capacity
 
     def cluster(self) -> dict[str, Any]:
         return {"redis": {"mode": "down"}, "models": [self.card.name], "workers": []}

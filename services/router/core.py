@@ -122,6 +122,9 @@ class RouterCore:
     def cluster(self) -> dict[str, Any]:
         return cluster_dict(self.view, self._fleet, self.redis_mode, self.config.model.served_name or self.card.name)
 
+    def capacity_tokens(self) -> int:
+        return self.view.capacity_tokens()
+
     @property
     def redis_mode(self) -> str:
         """embedded, external, or down: there is none, or it does not answer."""

@@ -74,7 +74,7 @@ class Front:
             RouterRequest(
                 request_id=arrival.request_id if index == 0 else new_request_id(),
                 prompt_ids=prompt_ids,
-                sampling=ask.sampling(len(prompt_ids), self.text.context),
+                sampling=ask.sampling(len(prompt_ids), self.text.context, self.core.capacity_tokens()),
                 salt=ask.salt,
                 label=arrival.label,
                 priority=ask.priority,

@@ -126,6 +126,10 @@ class Core(Protocol):
         """Whether a request could be served now, and if not, why (for /ready)."""
         ...
 
+    def capacity_tokens(self) -> int:
+        """Tokens of KV that one request can have on the workers of now; 0: not known."""
+        ...
+
     def cluster(self) -> dict[str, Any]:
         """Body of /v1/cluster."""
         ...

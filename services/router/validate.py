@@ -54,8 +54,11 @@ class Ask:
     priority: int = 0
     ignored: tuple[str, ...] = ()  # fields that nobody knows
 
-    def sampling(self, prompt_tokens: int, context: int) -> SamplingSpec:
+    def sampling(self, prompt_tokens: int, context: int, capacity: int = 0) -> SamplingSpec:
         """The limits and the way to sample for a prompt of ``prompt_tokens``.
+
+        An answer without a limit of its own may fill the context, but not more than the ``capacity`` that workers have
+        KV for (0: not known).
 
         Raises:
             RequestError: the context does not hold prompt and answer; the message has the numbers.
@@ -72,6 +75,8 @@ class Ask:
                 param=self.max_tokens_field,
             )
         limit = room if asked is None else asked
+        if asked is None and capacity > prompt_tokens:
+            limit = min(room, capacity - prompt_tokens)
         if self.min_tokens > limit:
             raise _min_above_max(self.min_tokens, limit)
         return SamplingSpec(

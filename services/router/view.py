@@ -112,6 +112,12 @@ class View:
         error = self.no_pair()
         return (True, "") if error is None else (False, error.message)
 
+    def capacity_tokens(self) -> int:
+        """What the largest worker that could hold an answer has KV for; 0 where none is attached."""
+        holders = [e for e in self.entries() if e.state is WorkerState.READY and e.role in ("decode", "mixed")]
+        sizes = [e.registration.num_blocks * e.registration.fingerprint.block_size for e in holders]
+        return max(sizes, default=0)
+
     def no_pair(self) -> RequestError | None:
         """NO_WORKERS or INCOMPATIBLE_WORKERS where no request can be served, with the reason; else None."""
         if _serves({e.role for e in self._entries.values() if e.state is WorkerState.READY}):

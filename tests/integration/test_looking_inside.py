@@ -74,9 +74,9 @@ def test_metrics_and_cluster_tell_the_same(pd_cluster: Cluster) -> None:
         labels = {"role": row["role"], "worker": worker_id}
         for state, count in row["blocks"].items():
             if state != "total":
-                assert value(samples, "pdray_blocks", **labels, state=state) == count
+                assert value(samples, "pdray_worker_kv_blocks", **labels, state=state) == count
         for name in ("prompt_tokens_computed", "prompt_tokens_cached", "tokens_generated", "tokens_forwarded"):
-            assert value(samples, f"pdray_{name}_total", **labels) == row[name], name
+            assert value(samples, f"pdray_worker_{name}_total", **labels) == row[name], name
 
 
 def metrics(cluster: Cluster) -> list[Any]:

@@ -265,3 +265,12 @@ def test_no_body_at_all_gives_anything_but_an_ask_or_a_refusal(body: dict[str, A
             shown = json.dumps(exc.body(), ensure_ascii=False, allow_nan=False).encode()
             if exc.status.http not in (400, 404):
                 pytest.fail(f"{exc.status.http} for {body}: {shown!r}")
+
+
+def test_an_answer_without_a_limit_fills_the_context_but_no_more_than_the_workers_hold() -> None:
+    ask = Ask(prompts=((1,),))
+    assert ask.sampling(100, 1000).max_tokens == 900
+    assert ask.sampling(100, 1000, capacity=400).max_tokens == 300
+    assert ask.sampling(100, 1000, capacity=4000).max_tokens == 900
+    assert ask.sampling(100, 1000, capacity=90).max_tokens == 900  # the worker says what it lacks
+    assert Ask(prompts=((1,),), max_tokens=500).sampling(100, 1000, capacity=400).max_tokens == 500
