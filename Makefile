@@ -10,8 +10,8 @@ BENCH ?= transfer_overlap stream_cost
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */  make \1|/' | column -t -s '|'
 
-setup:  ## make .venv with everything; quick where nothing changed (options: head of tools/setup.sh)
-	@tools/setup.sh
+setup:  ## make .venv with everything; quick where nothing changed (options: head of .ci/setup.sh)
+	@.ci/setup.sh
 
 run: setup  ## set up if need be, then serve on this machine: make run ARGS="--prefill 2"
 	@exec $(VENV)/pdray serve $(ARGS)

@@ -209,7 +209,7 @@ def test_every_make_target_is_explained_and_phony() -> None:
     assert {"setup", "run", "test", "test-all", "check", "lint", "bench", "proto", "clean", "help"} <= phony
 
 
-@pytest.mark.parametrize("name", [".ci/run", "tools/setup.sh"])
+@pytest.mark.parametrize("name", [".ci/run", ".ci/setup.sh"])
 def test_scripts_stop_at_the_first_error_and_may_be_run(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
     assert text.startswith("#!/usr/bin/env bash\n")

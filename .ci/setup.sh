@@ -29,7 +29,7 @@ find_python() {
 }
 
 fingerprint() { # of everything that decides what is installed
-    { cat pyproject.toml constraints.txt tools/setup.sh; say "$EXTRAS $TORCH_ARGS $(pwd)"; } | cksum
+    { cat pyproject.toml constraints.txt .ci/setup.sh; say "$EXTRAS $TORCH_ARGS $(pwd)"; } | cksum
 }
 
 missing_packages() { # Debian packages of the shared libraries that do not load
