@@ -79,6 +79,7 @@ class Engine:
         self._outputs: list[SequenceOutput] = []  # for the next StepDone
         self._changed = False  # since the last StepDone, in a way that its stats would show
         self._tokens_generated = 0
+        self._bad_names = 0
         self._prefill_rate = 0.0
         self._decode_ms = 0.0
         self._steps: deque[dict[str, Any]] = deque(maxlen=steps_kept)
@@ -188,6 +189,9 @@ class Engine:
         prefill_tokens = sum(w.count for w in step.work if not w.is_decode)
         for output in self.scheduler.complete(step, done.tokens, done.failures):
             self._emit(output, output.seq_id)
+        if self.scheduler.roster.bad_names > self._bad_names:
+            self._bad_names = self.scheduler.roster.bad_names
+            log.error("block names of %d sequences so far contradict those known here", self._bad_names)
         self._note(step, done, prefill_tokens, (self._clock() - started) * 1e3)
 
     def _execute(self, step: Step) -> Executed:

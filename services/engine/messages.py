@@ -36,7 +36,8 @@ class Sampling:
 class AddSequence:
     """Compute ``prompt_ids``, and what of ``output_ids`` was sent before.
 
-    With ``hand_off`` stop after token 1 and hold the blocks until ReleaseSequence, else decode to the end.
+    With ``hand_off`` stop after token 1 and hold the blocks until ReleaseSequence, also where token 1 or an error ends
+    it; else decode to the end.
     """
 
     seq_id: str  # unique in this process

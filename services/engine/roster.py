@@ -32,6 +32,7 @@ class Roster:
         self.queued_tokens = 0  # of the WAITING ones, prefix hits not foreseen
         self.preemptions = 0
         self.prompt_tokens_cached = 0
+        self.bad_names = 0  # sequences whose names contradicted the pool's
         self._arrivals = 0
 
     def enroll(self, message: AddSequence, phase: Phase) -> None:
@@ -149,7 +150,11 @@ class Roster:
         )
 
     def name_blocks(self, seq: Sequence) -> None:
-        """Name what has become full since the last call. Sequences without a root stay nameless."""
+        """Name what has become full since the last call.
+
+        Sequences without a root stay nameless, and so does the rest of one whose names do not follow one another: that
+        is its sender's error, which must not reach others.
+        """
         size = self.limits.block_size
         if not seq.root:
             return
@@ -157,7 +162,12 @@ class Roster:
             parent = seq.names[i - 1] if i else seq.root
             if i == len(seq.names):
                 seq.names.append(extend_name(parent, seq.token_ids[i * size : (i + 1) * size]))
-            self.pool.name_block(seq.seq_id, i, seq.names[i], parent)
+            try:
+                self.pool.name_block(seq.seq_id, i, seq.names[i], parent)
+            except ValueError:
+                seq.root = b""
+                self.bad_names += 1
+                return
             seq.num_named_blocks = i + 1
 
     def check(self) -> None:

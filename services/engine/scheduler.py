@@ -27,7 +27,7 @@ from services.engine.sequence import Phase, Sequence, Work
 from services.protocol.errors import invalid
 
 MAX_OVERTAKEN = 32
-_LOOK_AHEAD = 64  # queued sequences looked at in a step
+_LOOK_AHEAD = 32  # queued sequences looked at in a step
 _MAX_BLOCKED = 8  # of them that may turn out not to fit before the rest is left for the next step
 
 

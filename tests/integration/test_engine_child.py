@@ -133,6 +133,7 @@ async def test_an_engine_announces_itself_answers_and_ends_when_told(workers: An
     assert (ready.num_blocks, ready.dtype, ready.vocab_size, ready.max_model_len) == (64, "float32", 512, 512)
     assert KVGeometry.from_dict(ready.geometry) == worker.geometry
 
+    os.kill(ready.pid, signal.SIGINT)  # Ctrl-C is for the service process, which drains
     worker.child.send(sequence("a", PROMPT, sampling=GREEDY))
     end = await worker.ended("a")
     assert end.finish_reason == "length"

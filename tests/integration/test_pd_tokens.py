@@ -98,13 +98,17 @@ def test_the_timeline_shows_who_served_and_what_was_moved(cluster: Cluster) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", [7, 64, 512])
-@pytest.mark.parametrize("transport", ["tcp", "mooncake"])
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("chunk", "transport", "counts"),
+    [(7, "tcp", {}), (64, "mooncake", {}), (512, "tcp", {}), (64, "tcp", {"prefill": 0, "decode": 0, "mixed": 1})],
+    ids=["tcp-7", "mooncake-64", "tcp-512", "mixed-64"],
+)
 def test_64_prompts_agree_for_every_chunk_size(
-    chunk: int, transport: str, default_model_folder: Path, tmp_path: Path
+    chunk: int, transport: str, counts: dict[str, int], default_model_folder: Path, tmp_path: Path
 ) -> None:
     settings = {"transfer.transport": transport, "engine.max_num_batched_tokens": chunk}
-    for cluster in run(tmp_path, default_model_folder, settings=settings):
+    for cluster in run(tmp_path, default_model_folder, settings=settings, **counts):
         for length in prompts.all_lengths():
             prompt_ids = prompts.prompt(length)
             expected = prompts.greedy(default_model_folder, prompt_ids, NUM_TOKENS)
@@ -112,6 +116,7 @@ def test_64_prompts_agree_for_every_chunk_size(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_short_prompts_agree_when_every_chunk_is_one_token(default_model_folder: Path, tmp_path: Path) -> None:
     settings = {"transfer.transport": "tcp", "engine.max_num_batched_tokens": 1, "engine.max_num_seqs": 1}
     for cluster in run(tmp_path, default_model_folder, settings=settings):

@@ -190,6 +190,22 @@ def test_generated_tokens_get_names_too() -> None:
     assert step(scheduler)[1][0].cached_tokens == 12
 
 
+def test_names_that_contradict_the_pool_stay_with_their_sender() -> None:
+    scheduler = make()
+    scheduler.add(request("a", 8, max_tokens=1))
+    step(scheduler)
+    names = block_names(range(3, 11), SIZE, ROOT)
+    wrong = AddSequence(
+        seq_id="b", prompt_ids=tuple(range(50, 60)), sampling=Sampling(max_tokens=4), root=ROOT, block_names=(names[1],)
+    )
+    scheduler.add(wrong)
+    while scheduler.roster.sequences:
+        step(scheduler)
+    assert scheduler.roster.bad_names == 1
+    scheduler.add(request("c", 9, max_tokens=1))
+    assert step(scheduler)[1][0].cached_tokens == 8
+
+
 def test_the_last_in_order_is_preempted_and_resumes_with_its_tokens() -> None:
     scheduler = make(num_blocks=6, budget=64)
     scheduler.add(request("old", range(10, 18), max_tokens=16))
