@@ -5,7 +5,7 @@ SHELL := /bin/bash
 VENV := .venv/bin
 ARGS ?=
 TESTS ?= tests
-BENCH ?= transfer_overlap stream_cost
+BENCH ?= transfer_overlap hand_off stream_cost
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */  make \1|/' | column -t -s '|'

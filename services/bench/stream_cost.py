@@ -13,60 +13,19 @@ import argparse
 import asyncio
 import json
 import platform
-import socket
-import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import yaml
 
+from services.bench.stage import free_port, process, wait_ready
 from services.bench.stream_client import gaps_ms, percentile
 from services.config import ServeConfig, home, load
 
 CADENCE_MS = 20.0
-READY_S = 90.0
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port: int = s.getsockname()[1]
-        return port
-
-
-@contextmanager
-def process(module: str, config: Path, model: Path, *more: str) -> Iterator[psutil.Process]:
-    command = [sys.executable, "-m", module, "--config", str(config), "--model", str(model), *more]
-    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        yield psutil.Process(child.pid)
-    finally:
-        child.terminate()
-        try:
-            child.wait(10)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait(5)
-
-
-def wait_ready(port: int) -> None:
-    """Raises TimeoutError."""
-    deadline = time.monotonic() + READY_S
-    while time.monotonic() < deadline:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=2) as reply:
-                if reply.status == 200:
-                    return
-        except OSError:
-            time.sleep(0.2)
-    raise TimeoutError(f"port {port} was not ready within {READY_S:.0f} s")
 
 
 def measure(port: int, streams: int, num_tokens: int, watched: dict[str, psutil.Process]) -> dict[str, float]:
