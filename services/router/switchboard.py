@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from services.protocol.errors import RequestError
+from services.protocol.handoff import ARROWS
 from services.protocol.proto import worker_pb2
 from services.router.calls import WorkerCalls
 from services.router.exchange import Exchange
@@ -20,6 +21,7 @@ from services.router.fabric import FabricMeter
 from services.router.timeline import COMMITTED, Timelines
 from services.telemetry.metrics import RouterMetrics
 
+ARROW_NAMES = frozenset(ARROWS.values())
 MAX_ABORTS_REMEMBERED = 8192
 MAX_PENDING_ABORTS = 4096
 """Aborts kept for one worker that cannot be reached."""
@@ -66,6 +68,8 @@ class Switchboard:
     def deliver(self, worker_id: str, message: worker_pb2.WorkerMessage) -> None:
         """Hand over one message's outputs, hand-offs and events; never waits."""
         for event in message.events:
+            if event.name in ARROW_NAMES:
+                self._metrics.handoff_moves.labels(event.name, worker_id).inc()
             timeline = self._timelines.find(event.request_id)
             if timeline is not None:
                 timeline.worker_event(worker_id, event)
@@ -115,6 +119,8 @@ class Switchboard:
 
     def _handoff(self, worker_id: str, report: worker_pb2.HandoffReport) -> None:
         """The report of a request that has ended still belongs into its timeline."""
+        if report.state == COMMITTED:
+            self._metrics.handoff_bytes.labels(report.transport).inc(report.bytes)
         timeline = self._timelines.find(report.request_id)
         if timeline is not None:
             timeline.handoff_report(report)

@@ -142,6 +142,13 @@ class RouterMetrics:
             registry=registry,
         )
         self.retargets = Counter("pdray_retargets", "Hand-offs sent to another decode worker.", registry=registry)
+        self.handoff_moves = Counter(
+            "pdray_handoff_moves", "Tickets moved along each arrow of the hand-off table, by worker.",
+            ["arrow", "worker"], registry=registry,
+        )  # fmt: skip
+        self.handoff_bytes = Counter(
+            "pdray_handoff_bytes", "KV bytes of committed hand-offs.", ["transport"], registry=registry
+        )
         self.stale_tokens = Counter(
             "pdray_stale_messages",
             "Outputs of attempts that were over; dropped and answered by Abort.",

@@ -79,6 +79,19 @@ def test_metrics_and_cluster_tell_the_same(pd_cluster: Cluster) -> None:
             assert value(samples, f"pdray_worker_{name}_total", **labels) == row[name], name
 
 
+def test_each_arrow_of_a_hand_off_is_counted_on_both_sides(pd_cluster: Cluster) -> None:
+    def moves(worker: str, arrow: str) -> float:
+        found = [s.value for s in metrics(pd_cluster) if s.name == "pdray_handoff_moves_total" and s.labels == {
+            "worker": worker, "arrow": arrow
+        }]  # fmt: skip
+        return float(found[0]) if found else 0.0
+
+    arrows = [(w, a) for w in ("prefill-0", "decode-0") for a in ("granted", "receiving", "verifying", "committed")]
+    before = [moves(*x) for x in arrows]
+    pd_cluster.complete(list(prompts.prompt(60, seed=750)))
+    assert [moves(*x) for x in arrows] == [n + 1 for n in before]
+
+
 def metrics(cluster: Cluster) -> list[Any]:
     text = httpx.get(f"{cluster.url}/metrics", timeout=10).text
     return [s for family in text_string_to_metric_families(text) for s in family.samples]
