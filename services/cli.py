@@ -1,4 +1,4 @@
-"""The command line: pdray serve | prepare | doctor | version.
+"""The command line: pdray serve | prepare | doctor | bench | version.
 
 Each command imports what it needs only when it runs: `pdray --help` loads neither Ray nor torch.
 """
@@ -175,6 +175,14 @@ def doctor(
         show_checks(console, checks)
     if any(check.level == "error" for check in checks):
         raise typer.Exit(1)
+
+
+@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def bench(ctx: typer.Context) -> None:
+    """Put a load on a server and tell what it did; `pdray bench compare A B` compares results."""
+    from services.bench.load.main import main as bench_main
+
+    raise typer.Exit(bench_main(ctx.args))
 
 
 @app.command()

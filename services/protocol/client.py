@@ -19,11 +19,8 @@ import grpc.aio
 
 from services.protocol.errors import STATUS, ErrorCode, RequestError
 from services.protocol.proto import inference_pb2, inference_pb2_grpc
+from services.protocol.status import sent_error
 
-CODE_KEY = "pdray-error-code"
-"""Trailing metadata: the `ErrorCode`."""
-RETRY_KEY = "retry-after-ms"
-"""Trailing metadata: how long to wait before another try."""
 DEFAULT_MAX_MESSAGE_BYTES = 8 << 20
 """As the setting router.max_body_bytes of the server."""
 _LARGEST_LABEL = 128
@@ -217,13 +214,8 @@ def _piece(message: inference_pb2.GenerateResponse) -> Piece:
 
 def _error(error: Any) -> RequestError:
     """The server's own code where it sent one, else the one that its gRPC status stands for."""
-    metadata = dict(error.trailing_metadata() or ())
+    if (sent := sent_error(error)) is not None:
+        return sent
     status = error.code().name
     by_status = next((code for code, known in STATUS.items() if known.grpc == status), ErrorCode.INTERNAL)
-    code = metadata.get(CODE_KEY)
-    wait_ms = metadata.get(RETRY_KEY)
-    return RequestError(
-        ErrorCode(code) if code in set(ErrorCode) else by_status,
-        error.details() or status,
-        retry_after_s=float(wait_ms) / 1000 if wait_ms else None,
-    )
+    return RequestError(by_status, error.details() or status)

@@ -10,10 +10,8 @@ import grpc.aio
 
 from services.protocol.errors import ErrorCode, RequestError
 from services.protocol.proto import worker_pb2
+from services.protocol.status import sent_error
 
-ERROR_CODE_KEY = "pdray-error-code"
-"""Trailing metadata of a failed call: an ErrorCode."""
-RETRY_AFTER_KEY = "pdray-retry-after-ms"
 CALL_TIMEOUT_S = 5.0
 """Longest wait for the answer to a Submit or Retarget; a healthy worker answers in a millisecond."""
 ABORT_TIMEOUT_S = 2.0
@@ -63,24 +61,7 @@ class WorkerCalls:
 
 def error_of(exc: grpc.aio.AioRpcError, what: str) -> RequestError:
     """What a worker meant by a failed call; a broken or silent connection is WORKER_LOST."""
-    metadata: Any = exc.trailing_metadata()
-    trailing = {str(key): value for key, value in metadata or ()}
-    code = trailing.get(ERROR_CODE_KEY)
-    if code is not None:
-        return RequestError(_known(str(code)), exc.details() or str(code), retry_after_s=_seconds(trailing))
+    if (error := sent_error(exc)) is not None:
+        return error
     text = f"{what}: {exc.code().name}: {exc.details()}"
     return RequestError(ErrorCode.WORKER_LOST if exc.code() in _BROKEN else ErrorCode.INTERNAL, text)
-
-
-def _known(code: str) -> ErrorCode:
-    try:
-        return ErrorCode(code)
-    except ValueError:
-        return ErrorCode.INTERNAL
-
-
-def _seconds(trailing: dict[str, Any]) -> float | None:
-    try:
-        return int(trailing[RETRY_AFTER_KEY]) / 1000
-    except (KeyError, ValueError, TypeError):
-        return None

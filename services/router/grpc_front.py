@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, NoReturn
@@ -16,9 +15,9 @@ from typing import Any, NoReturn
 import grpc
 from grpc_health.v1 import health_pb2
 
-from services.protocol.client import CODE_KEY, RETRY_KEY
 from services.protocol.errors import ErrorCode, RequestError
 from services.protocol.proto import inference_pb2
+from services.protocol.status import trailing_of
 from services.router.answers import Answer
 from services.router.front import Arrival, Front, label_of, outcome_of
 from services.router.types import Core
@@ -125,9 +124,7 @@ async def fail(context: Any, error: RequestError) -> NoReturn:
     """
     code = grpc.StatusCode[error.status.grpc]
     details = error.message[:MAX_DETAILS_CHARS]
-    metadata = [(CODE_KEY, str(error.code))]
-    if error.retry_after_s is not None:
-        metadata.append((RETRY_KEY, str(math.ceil(error.retry_after_s * 1000))))
+    metadata = trailing_of(error)
     if hasattr(context, "abort"):
         await context.abort(code, details, tuple(metadata))
     context.set_code(code)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from services.config import ServeConfig, from_dict
+from services.start.marker import set_marker
 from services.start.model import prepare_model
 
 _log = logging.getLogger("pdray.start")
@@ -58,6 +59,7 @@ class WorkerReplica:
 
     _runtime: Runtime | None = None
     _drain_s: float = 0.0
+    _marker: Path | None = None
 
     async def begin(self, config: ServeConfig, model_folder: str, build: Build) -> None:
         """Prepare the model where no folder is given, then start the worker; returns when it serves."""
@@ -70,6 +72,7 @@ class WorkerReplica:
             await runtime.stop()
             raise
         self._runtime = runtime
+        self._marker = set_marker()
 
     async def address(self) -> str:
         """host:port of the worker's gRPC service; empty until it serves."""
@@ -91,6 +94,8 @@ class WorkerReplica:
         runtime, self._runtime = self._runtime, None
         if runtime is None:
             return
+        if self._marker is not None:
+            self._marker.unlink(missing_ok=True)
         try:
             await runtime.drain(self._drain_s)
         finally:

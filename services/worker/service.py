@@ -11,10 +11,10 @@ import grpc.aio
 
 from services.protocol.errors import ErrorCode, RequestError
 from services.protocol.proto import worker_pb2, worker_pb2_grpc
+from services.protocol.status import sent_error, trailing_of
 from services.worker.core import WorkerCore
 
 Reply = TypeVar("Reply")
-ERROR_CODE_KEY = "pdray-error-code"
 _log = logging.getLogger("pdray.worker.service")
 
 
@@ -94,18 +94,14 @@ async def _answer(context: Any, call: Callable[[], Awaitable[Reply]]) -> Reply:
     except Exception:  # the edge of the process: one broken call must not end the worker
         _log.exception("a call failed")
         error = RequestError(ErrorCode.INTERNAL, "the worker failed to handle the call; its log has the reason")
-    await context.abort(
-        getattr(grpc.StatusCode, error.status.grpc), error.message, ((ERROR_CODE_KEY, str(error.code)),)
-    )
+    await context.abort(grpc.StatusCode[error.status.grpc], error.message, tuple(trailing_of(error)))
     raise AssertionError("abort raises")
 
 
 def error_of(exc: grpc.aio.AioRpcError, who: str) -> RequestError:
     """The RequestError that a worker meant by a failed call; a broken connection is WORKER_LOST."""
-    trailing: Any = exc.trailing_metadata() or ()
-    for key, value in trailing:
-        if key == ERROR_CODE_KEY:
-            return RequestError(ErrorCode(value), exc.details() or str(value))
+    if (error := sent_error(exc)) is not None:
+        return error
     if exc.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return RequestError(ErrorCode.DEADLINE_EXCEEDED, f"{who} did not answer within the request's budget")
     return RequestError(ErrorCode.WORKER_LOST, f"{who}: {exc.code().name}: {exc.details()}")

@@ -1,6 +1,6 @@
 """When requests are due: pure functions from unit gaps to offsets in seconds; the first request is due at 0.
 
-    unit_gaps (mean 1) ─► cumulated ─► steady: divided by the rate | ramp: through the inverse of the expected count
+unit_gaps (mean 1) ─► cumulated ─► steady: divided by the rate | ramp: through the inverse of the expected count
 """
 
 from __future__ import annotations

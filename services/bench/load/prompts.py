@@ -10,10 +10,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.errors import ConfigError
 
-WORDS = (
+_TEXT = (
     "the of and to in is you that it he was for on are as with his they at be this have from or one had by word but "
     "not what all were we when your can said there use an each which she do how their if will up other about out many "
     "then them these so some her would make like him into time has look two more write go see number no way could "
@@ -26,7 +27,8 @@ WORDS = (
     "below country plant last school father keep tree never start city earth eye light thought head under story saw "
     "left few while along might close something seem next hard open example begin life always those both paper "
     "together got group often run"
-).split()
+)
+WORDS = tuple(_TEXT.split())
 """Words that nearly every tokenizer knows as one token."""
 
 
@@ -66,7 +68,7 @@ def text(prompt: Prompt) -> str:
     return " ".join(WORDS[i % len(WORDS)] for i in token_ids(prompt, IdRange(0, len(WORDS))))
 
 
-def _numbers(segment: Segment) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _numbers(segment: Segment) -> NDArray[np.int64]:
     raw = np.random.PCG64(np.random.SeedSequence(segment.key)).random_raw(segment.num_tokens)
     return (raw >> np.uint64(33)).astype(np.int64)
 
