@@ -17,6 +17,7 @@ import ctypes
 import logging
 import mmap
 import os
+import signal
 import queue
 import select
 import socket
@@ -189,6 +190,7 @@ class TransferProcess:
 def main(argv: list[str]) -> int:
     pipe_fd, parent_pid, memory_fd, progress_fd = (int(a) for a in argv)
     die_with_parent(parent_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the service process drains first
     logging.basicConfig(
         stream=divert_stderr(), level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )

@@ -21,7 +21,7 @@ from kvstore.transfer.client import TransferClient
 from services import config as settings
 from services.config import ServeConfig
 from services.engine import messages as m
-from services.engine.child import child_config
+from services.engine.child import CHILD_ENV, child_config
 from services.protocol.errors import ErrorCode, RequestError
 from services.protocol.model_card import ModelCard
 from services.worker.core import WorkerCore
@@ -121,7 +121,8 @@ class Children:
             trust_remote_code=self._config.model.trust_remote_code,
         )
         fds = (memory.fd, progress.fileno())
-        await self._engine.start("services.engine.child", [str(fds[0]), str(fds[1]), arguments], pass_fds=fds)
+        positional = [str(fds[0]), str(fds[1]), arguments]
+        await self._engine.start("services.engine.child", positional, pass_fds=fds, env=CHILD_ENV)
         self._core.send_engine = self._engine.send
         try:
             ready = await asyncio.wait_for(self._engine_ready, ENGINE_START_S)

@@ -62,6 +62,7 @@ async def open_loop(jobs: Sequence[Job], client: Sends, max_concurrency: int | N
     async with asyncio.TaskGroup() as group:
         for job in jobs:
             assert job.at_s is not None
+            await asyncio.sleep(0)  # the one before it leaves first, also where all are late
             client.encode(job)
             due_s = start_s + job.at_s
             await _until(due_s, client.clock)
@@ -84,6 +85,5 @@ async def closed_loop(jobs: Sequence[Job], client: Sends, users: int, on_record:
 
 
 async def _until(due_s: float, clock: Clock) -> None:
-    await asyncio.sleep(0)  # whoever is late still lets begun requests go on
     while (left_s := due_s - clock()) > 0:
         await asyncio.sleep(left_s)

@@ -19,7 +19,7 @@ from services.bench.load.prompts import IdRange
 READY_PAUSE_S = 0.5
 PROBE_S = 60.0
 MAX_PHASES = 1000  # requests whose phases are fetched; pdray keeps the last 1,024 by default
-RANGES = (IdRange(1000, 32000), IdRange(250, 8000), IdRange(64, 500))
+RANGES = (IdRange(1000, 32000), IdRange(250, 8000), IdRange(64, 500), IdRange(32, 250))
 """Tried in this order, by the highest id of each: a server refuses ids that its vocabulary lacks."""
 
 
