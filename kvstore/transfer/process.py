@@ -17,9 +17,9 @@ import ctypes
 import logging
 import mmap
 import os
-import signal
 import queue
 import select
+import signal
 import socket
 import sys
 import time
