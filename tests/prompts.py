@@ -19,8 +19,10 @@ QUICK_LENGTHS = (1, 15, 16, 17, 32, 33, 200, 700)
 
 
 def all_lengths() -> tuple[int, ...]:
-    """64 lengths from 1 to 1,500, the edges of blocks among them."""
-    drawn = random.Random(7).sample(range(34, 1500), 64 - len(EDGES) - 1)
+    """64 lengths from 1 to 1,500, the edges of blocks among them, the rest spread evenly on a logarithmic scale."""
+    rng, drawn = random.Random(7), set[int]()
+    while len(drawn) < 64 - len(EDGES) - 1:
+        drawn.add(int(34 * (1500 / 34) ** rng.random()))
     return (*EDGES, *sorted(drawn), 1500)
 
 
@@ -49,6 +51,7 @@ def _model(folder: Path, dtype: str) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
+    torch.set_num_threads(1)  # the workers under test need the other core
     return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="sdpa").eval()
 
 

@@ -109,10 +109,12 @@ def test_64_prompts_agree_for_every_chunk_size(
 ) -> None:
     settings = {"transfer.transport": transport, "engine.max_num_batched_tokens": chunk}
     for cluster in run(tmp_path, default_model_folder, settings=settings, **counts):
-        for length in prompts.all_lengths():
-            prompt_ids = prompts.prompt(length)
-            expected = prompts.greedy(default_model_folder, prompt_ids, NUM_TOKENS)
-            assert generate(cluster, prompt_ids) == list(expected), f"prompt of {length} tokens, chunk {chunk}"
+        wanted = [prompts.prompt(length) for length in prompts.all_lengths()]
+        with ThreadPoolExecutor(4) as pool:
+            answers = list(pool.map(lambda ids: generate(cluster, ids), wanted))
+        for prompt_ids, ids in zip(wanted, answers, strict=True):
+            expected = list(prompts.greedy(default_model_folder, prompt_ids, NUM_TOKENS))
+            assert ids == expected, f"prompt of {len(prompt_ids)} tokens, chunk {chunk}"
 
 
 @pytest.mark.slow
