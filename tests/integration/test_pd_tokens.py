@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def test_greedy_tokens_are_those_of_transformers(cluster: Cluster, default_model
 def test_the_same_prompts_at_once_and_cached_give_the_same_tokens(cluster: Cluster, default_model_folder: Path) -> None:
     wanted = [prompts.prompt(n) for n in (17, 33, 200)] * 2
     with ThreadPoolExecutor(len(wanted)) as pool:
-        got = list(pool.map(lambda ids: generate(cluster, ids), wanted))
+        got = list(pool.map(partial(generate, cluster), wanted))
     for prompt_ids, ids in zip(wanted, got, strict=True):
         assert ids == list(prompts.greedy(default_model_folder, prompt_ids, NUM_TOKENS)), len(prompt_ids)
 
@@ -111,7 +112,7 @@ def test_64_prompts_agree_for_every_chunk_size(
     for cluster in run(tmp_path, default_model_folder, settings=settings, **counts):
         wanted = [prompts.prompt(length) for length in prompts.all_lengths()]
         with ThreadPoolExecutor(4) as pool:
-            answers = list(pool.map(lambda ids: generate(cluster, ids), wanted))
+            answers = list(pool.map(partial(generate, cluster), wanted))
         for prompt_ids, ids in zip(wanted, answers, strict=True):
             expected = list(prompts.greedy(default_model_folder, prompt_ids, NUM_TOKENS))
             assert ids == expected, f"prompt of {len(prompt_ids)} tokens, chunk {chunk}"

@@ -9,6 +9,7 @@ One streamed token costs one callback. No redirects, no proxies, no compression.
 from __future__ import annotations
 
 import asyncio
+import errno
 import ssl
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,6 +22,9 @@ import httptools
 from kvstore.errors import ConfigError
 
 MAX_KEPT_BYTES = 1024 * 1024  # of an answer that is kept whole
+CLIENT_LIMIT = "client_limit"
+"""Kind of a failure that is the client machine's own: it has no more sockets or ports."""
+OWN_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS})
 OnBody = Callable[[bytes, float], None]
 Clock = Callable[[], float]
 
@@ -236,7 +240,8 @@ class Pool:
                 lambda: Connection(self.clock), self.target.host, self.target.port, ssl=self._tls
             )
         except (OSError, ssl.SSLError) as exc:
-            raise HttpError("connect", f"{self.target.host}:{self.target.port}: {exc}") from None
+            kind = CLIENT_LIMIT if exc.errno in OWN_ERRNOS else "connect"
+            raise HttpError(kind, f"{self.target.host}:{self.target.port}: {exc}") from None
         return connection
 
 

@@ -6,6 +6,7 @@ Exit codes: 0 a valid run, 1 it could not be done, 2 wrong arguments, 3 an inval
 from __future__ import annotations
 
 import argparse
+import resource
 from collections.abc import Sequence
 
 import uvloop
@@ -35,6 +36,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _bench(options: argparse.Namespace, out: Console, err: Console) -> int:
+    _allow_sockets()
     result, records = uvloop.run(bench(options, err))
     result["first_error"] = next((r.error for r in records if not r.ok), None)
     if options.save_result or options.save_detailed or options.append_result or options.result_filename:
@@ -44,6 +46,12 @@ def _bench(options: argparse.Namespace, out: Console, err: Console) -> int:
     show(out, result, options.metric_percentiles)
     out.file.write(json_line(result) + "\n")
     return OK if result["valid"] else INVALID
+
+
+def _allow_sockets() -> None:
+    """Every request of an open loop may need a socket: take as many as the system grants."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _compare(options: argparse.Namespace, out: Console) -> int:

@@ -28,10 +28,6 @@ class Plan:
     max_concurrency: int | None
     shared: dict[int, int]  # job index -> tokens shared with a job before it
 
-    @property
-    def last_due_s(self) -> float:
-        return max((job.at_s or 0.0 for job in self.jobs), default=0.0)
-
 
 def make_plan(options: argparse.Namespace) -> Plan:
     """Raises ConfigError for options that do not go together."""

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvstore.errors import ConfigError
+from services.bench.load.http import CLIENT_LIMIT
 from services.bench.load.records import Record
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
@@ -164,6 +165,8 @@ def _invalid(result: Mapping[str, Any], good: Sequence[Record], conditions: Cond
             reasons.append(
                 f"the client {what} late: p99 {lag_ms:.1f} ms, over --max-client-lag-ms {conditions.max_lag_ms:g}"
             )
+    if own := result["errors"].get(CLIENT_LIMIT):
+        reasons.append(f"{own} requests failed for want of sockets in the client; see `ulimit -n`")
     silent = sum(r.output_tokens is None for r in good)
     if silent:
         reasons.append(f"{silent} answers had no usage: their tokens are unknown and not counted")
