@@ -108,7 +108,11 @@ def test_the_timeline_shows_who_served_and_what_was_moved(cluster: Cluster) -> N
 def test_64_prompts_agree_for_every_chunk_size(
     chunk: int, transport: str, counts: dict[str, int], default_model_folder: Path, tmp_path: Path
 ) -> None:
-    settings = {"transfer.transport": transport, "engine.max_num_batched_tokens": chunk}
+    settings = {
+        "transfer.transport": transport,
+        "engine.max_num_batched_tokens": chunk,
+        "budget.first_token_s": 900,  # chunks of 7 tokens, several long prompts in a row
+    }
     for cluster in run(tmp_path, default_model_folder, settings=settings, **counts):
         wanted = [prompts.prompt(length) for length in prompts.all_lengths()]
         with ThreadPoolExecutor(4) as pool:
