@@ -78,6 +78,7 @@ class Engine:
         self._times: dict[str, _Times] = {}
         self._outputs: list[SequenceOutput] = []  # for the next StepDone
         self._changed = False  # since the last StepDone, in a way that its stats would show
+        self._running_told = 0
         self._tokens_generated = 0
         self._bad_names = 0
         self._prefill_rate = 0.0
@@ -120,7 +121,8 @@ class Engine:
             self._send(PrefillStarted(seq_id=seq.seq_id, block_ids=tuple(seq.block_ids), cached_blocks=cached))
         if step.work:
             self._run(step)
-        if step.work or step.reserved or self._changed or self._outputs:
+        paused = self.scheduler.num_running != self._running_told  # it must not look like a stalled one
+        if step.work or step.reserved or self._changed or self._outputs or paused:
             self._report()
         return bool(step.work)
 
@@ -254,6 +256,7 @@ class Engine:
     def _report(self) -> None:
         stored, removed = self.scheduler.roster.pool.take_events()
         outputs, self._outputs, self._changed = tuple(self._outputs), [], False
+        self._running_told = self.scheduler.num_running
         self._send(StepDone(outputs=outputs, stored=tuple(stored), removed=tuple(removed), stats=self.stats()))
 
 

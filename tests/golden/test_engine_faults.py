@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from services.engine.loader import LoadedModel, load_model
-from services.engine.messages import ReleaseSequence, Sampling
+from services.engine.messages import (
+    AbortSequence,
+    ReleaseSequence,
+    ReserveSequence,
+    Sampling,
+    StartSequence,
+    StepDone,
+)
 from services.engine.runner import Runner
 from tests.engine_harness import Harness, sequence
 
@@ -107,3 +114,21 @@ def test_min_tokens_holds_the_end_back(tiny: LoadedModel) -> None:
     assert eos == 2
     assert harness.tokens("a") == [3, 3, 3, 0]
     assert harness.end("a").finish_reason == "stop"
+
+
+def test_a_decode_that_waits_for_reserved_blocks_is_told_as_paused_not_as_running(tiny: LoadedModel) -> None:
+    harness = Harness(tiny, num_blocks=4)
+    held = sequence("held", range(10, 42), named=False)  # 2 blocks, whose KV never comes
+    mine = sequence("mine", range(10, 25), named=False, sampling=Sampling(max_tokens=40, ignore_eos=True))
+    harness.send(ReserveSequence(sequence=mine), ReserveSequence(sequence=held))
+    harness.run()
+    harness.send(StartSequence(seq_id="mine", first_token=9))
+    harness.run()
+    told = harness.of(StepDone)
+    assert told[-2].stats.running == 1  # of the last step that computed
+    assert told[-1].stats.running == 0
+    assert told[-1].stats.step == told[-2].stats.step
+    assert told[-1].outputs == ()
+    harness.send(AbortSequence(seq_id="held"))
+    harness.run()
+    assert harness.end("mine").finish_reason == "length"

@@ -172,6 +172,7 @@ class Cluster:
             "engine.num_threads": 1,
             "engine.kv_memory_bytes": 256 << 20,
             "redis.url": self.redis_url,
+            "worker.drain_s": 20,
             "prefill": self.prefill,
             "decode": self.decode,
             "mixed": self.mixed,
@@ -204,7 +205,7 @@ class Cluster:
         everyone = families + [c for f in families for c in f.children(recursive=True)]
         for process in live:
             process.send_signal(signal.SIGTERM)
-        gone = await asyncio.to_thread(psutil.wait_procs, everyone, 15)
+        gone = await asyncio.to_thread(psutil.wait_procs, everyone, 30)
         for process in gone[1]:
             process.kill()
         for process in self.processes.values():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import socket
 import subprocess
 import sys
@@ -262,7 +263,29 @@ async def started(runtime: FakeRuntime, drain_s: float = 60) -> WorkerReplica:
     return replica
 
 
+@pytest.fixture
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PDRAY_HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.usefixtures("own_home")
 class TestReplica:
+    async def test_a_file_says_that_it_serves_until_it_drains(self, own_home: Path) -> None:
+        runtime = FakeRuntime()
+        replica = await started(runtime)
+        marker = own_home / "run" / f"serving-{os.getpid()}"
+        assert marker.exists()
+        seen = []
+
+        async def drain(_limit_s: float) -> bool:
+            seen.append(marker.exists())
+            return True
+
+        runtime.drain = drain  # type: ignore[method-assign]
+        await replica.close()
+        assert seen == [False]
+
     async def test_a_replica_drains_before_it_stops_and_does_so_once(self) -> None:
         runtime = FakeRuntime()
         replica = await started(runtime)

@@ -1,6 +1,7 @@
 """`pdray bench …` and `pdray bench compare A B`: from arguments to output and exit code.
 
-Exit codes: 0 a valid run, 1 it could not be done, 2 wrong arguments, 3 an invalid run (its result is printed).
+Exit codes: 0 a valid run, 1 it could not be done, 2 wrong arguments, 3 an invalid run (its result is printed),
+130 Ctrl-C before the run began.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from services.bench.load.options import compare_parser, parser
 from services.bench.load.report import default_name, detailed, json_line, save, show
 from services.bench.load.run import bench
 
-OK, FAILED, INVALID = 0, 1, 3
+OK, FAILED, INVALID, STOPPED = 0, 1, 3, 130
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -30,6 +31,8 @@ def main(arguments: Sequence[str]) -> int:
         if arguments and arguments[0] == "compare":
             return _compare(compare_parser().parse_args(arguments[1:]), out)
         return _bench(parser().parse_args(arguments), out, err)
+    except KeyboardInterrupt:  # before the run itself, which reports what it has
+        return STOPPED
     except ConfigError as exc:
         err.print(f"error: {exc}", style="bold red", markup=False, highlight=False, soft_wrap=True)
         return FAILED

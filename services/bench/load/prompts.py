@@ -79,14 +79,11 @@ def shared_tokens(prompts: Iterable[Prompt]) -> list[int]:
     nodes: dict[tuple[int, Segment], int] = {}
     found: list[int] = []
     for prompt in prompts:
-        node, shared, is_shared = 0, 0, True
+        node, shared = 0, 0
         for segment in prompt:
-            seen = longest.get((node, segment.key), 0)
-            if is_shared:
-                shared += min(seen, segment.num_tokens)
+            seen = longest.get((node, segment.key), 0)  # 0 behind a node that is new
+            shared += min(seen, segment.num_tokens)
             longest[node, segment.key] = max(seen, segment.num_tokens)
-            known = nodes.get((node, segment))
-            is_shared = is_shared and known is not None
             node = nodes.setdefault((node, segment), len(nodes) + 1)
         found.append(shared)
     return found

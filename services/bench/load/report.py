@@ -21,8 +21,8 @@ TITLES = {
     "tpot": "time per output token",
     "itl": "gap between chunks",
     "e2el": "whole request",
-    "service_ttft": "first token, from the actual send",
-    "service_e2el": "whole, from the actual send",
+    "service_ttft": "first token, after its send",
+    "service_e2el": "whole, after its send",
 }
 
 
@@ -93,7 +93,8 @@ def _counts(result: Mapping[str, Any]) -> Table:
         ("prompt tokens cached", _share(result["cache_hit_rate"])),
         ("client: p99 late by", f"{_shown(result['p99_client_lag_ms'])} ms sending, "
                                 f"{_shown(result['p99_client_loop_lag_ms'])} ms reading"),
-        ("client: CPU", f"{result['client_cpu_s']:.2f} s, {_shown(result['client_cpu_us_per_token'])} µs per token"),
+        ("client: CPU", f"{_share(result['client_cpu_share'])} of a core, "
+                       f"{_shown(result['client_cpu_us_per_token'])} µs per token"),
     ]  # fmt: skip
     for name, value in rows:
         table.add_row(name, value)

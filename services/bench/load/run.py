@@ -67,7 +67,8 @@ async def bench(options: argparse.Namespace, console: Console) -> tuple[dict[str
             slack_tokens=TEMPLATE_TOKENS if form.ids is None else 0,
             is_interrupted=outcome.is_interrupted,
         )
-        result = {**_settings(options, plan, form), **summarize(outcome.records, conditions), **_cost(outcome)}
+        result = {**_settings(options, plan, form), **summarize(outcome.records, conditions)}
+        result |= _cost(outcome, result["duration"])
         if server.is_pdray and not outcome.is_interrupted:
             result["server_phases"] = await server_phases(pool, [r.answer_id for r in outcome.records if r.ok])
         return result, outcome.records
@@ -180,9 +181,10 @@ def _settings(options: argparse.Namespace, plan: Plan, form: Form) -> dict[str, 
     }
 
 
-def _cost(outcome: Outcome) -> dict[str, Any]:
+def _cost(outcome: Outcome, duration_s: float) -> dict[str, Any]:
     tokens = sum(r.output_tokens or 0 for r in outcome.records)
     return {
         "client_cpu_s": round(outcome.cpu_s, 4),
+        "client_cpu_share": round(outcome.cpu_s / duration_s, 6) if duration_s > 0 else None,  # of one core
         "client_cpu_us_per_token": round(outcome.cpu_s / tokens * 1e6, 2) if tokens else None,
     }

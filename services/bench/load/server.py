@@ -111,11 +111,11 @@ async def server_phases(pool: Pool, answer_ids: Sequence[str]) -> dict[str, Any]
     requests = 0
     for answer_id in answer_ids[-MAX_PHASES:]:
         reply = await quietly(pool, f"/debug/requests/{answer_id}")
-        if reply is None or reply.status != 200:
-            continue
-        data = json.loads(reply.body)
-        requests += 1
-        for name, value in {**data["ttft_parts_ms"], **data["rest_parts_ms"]}.items():
+        if reply is None:
+            break  # the server is gone, or does not answer in time
+        found = _parts(reply)
+        requests += bool(found)
+        for name, value in found.items():
             parts.setdefault(name, []).append(value)
     if not requests:
         return None
@@ -130,3 +130,12 @@ async def server_phases(pool: Pool, answer_ids: Sequence[str]) -> dict[str, Any]
             for name, values in parts.items()
         },
     }
+
+
+def _parts(reply: Reply) -> dict[str, float]:
+    """Milliseconds by part; none where the request is not known any more."""
+    try:
+        data = json.loads(reply.body)
+        return {k: float(v) for k, v in {**data["ttft_parts_ms"], **data["rest_parts_ms"]}.items()}
+    except (ValueError, KeyError, TypeError):
+        return {}
