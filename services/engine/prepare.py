@@ -183,6 +183,7 @@ def _cached(cache_dir: Path, name: str, key: str, fill: Callable[[Path], ModelCa
         for leftover in [final, *cache_dir.glob(f".tmp-{slug}-*")]:
             shutil.rmtree(leftover, ignore_errors=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".tmp-{slug}-", dir=cache_dir))
+        temporary.chmod(0o755)  # other users may serve what one prepared
         try:
             quiet_transformers()
             card = fill(temporary)

@@ -51,6 +51,8 @@ _Receive = Callable[[], Awaitable[Mapping[str, Any]]]
 class RouterReplica:
     """One router. ``workers`` are the handles of the worker deployments, asked for addresses only."""
 
+    _router: Router | None = None  # also while `__init__` runs, and where it failed
+
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
         settings: Mapping[str, Any],
@@ -64,7 +66,7 @@ class RouterReplica:
         sources = [WorkerAddresses(handle) for handle in workers]
         self._is_local = config.router.host in ("127.0.0.1", "::1", "localhost")
         self._drain_s = config.worker.drain_s
-        self._router: Router | None = await _start(config, folder, sources)
+        self._router = await _start(config, folder, sources)
         self._fronts = self._router.fronts
         _log.info("router serves HTTP on port %d, gRPC on port %d", self._router.http_port, self._router.grpc_port)
 
