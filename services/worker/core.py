@@ -91,8 +91,10 @@ class WorkerCore:
         )
 
     def stalled(self) -> bool:
-        """The engine, which answers a ping between two steps, is silent for longer than the limit and three steps."""
-        limit_s = max(self.config.worker.stall_s, 3 * self.longest_step_s)
+        """The engine, which answers a ping between two steps, is silent past the limit and past three full steps."""
+        rate = self.stats.prefill_tokens_per_s
+        predicted_s = self.config.engine.max_num_batched_tokens / rate if rate else 0.0
+        limit_s = max(self.config.worker.stall_s, 3 * self.longest_step_s, 3 * predicted_s)
         return self.clock() - self.last_progress_s > limit_s
 
     # --- from routers ---
