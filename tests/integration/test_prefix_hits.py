@@ -67,15 +67,18 @@ def test_a_new_router_knows_from_valkey_who_has_a_prompt(cluster: Cluster) -> No
     cluster.start_router()
     asyncio.run(cluster.ready())
     assert asyncio.run(cluster.cluster())["redis"]["mode"] == "external"
-    asyncio.run(_known(cluster))
+    asyncio.run(_known(cluster, owner))
     again = cluster.complete(fresh)
     assert (cached(again), prefill_of(cluster, again)) == (192, owner)
 
 
-async def _known(cluster: Cluster) -> None:
-    """Until the router's view has been filled from the index."""
-    async with asyncio.timeout(10):
-        while not sum(w["known_blocks"] for w in (await cluster.cluster())["workers"]):
+async def _known(cluster: Cluster, worker_id: str) -> None:
+    """Until the router's view, filled from the index alone, has everything that this worker holds."""
+    async with asyncio.timeout(20):
+        while True:
+            row = await cluster.worker(worker_id)
+            if row["known_blocks"] >= row["blocks"]["cached"] > 0:
+                return
             await asyncio.sleep(0.1)
 
 
