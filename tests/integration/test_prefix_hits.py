@@ -66,8 +66,8 @@ def test_a_new_router_knows_from_valkey_who_has_a_prompt(cluster: Cluster) -> No
     cluster.processes["router"].wait(10)
     cluster.start_router()
     asyncio.run(cluster.ready())
-    assert asyncio.run(cluster.cluster())["redis"]["mode"] == "external"
     asyncio.run(_known(cluster, owner))
+    assert asyncio.run(cluster.cluster())["redis"]["mode"] == "external"
     again = cluster.complete(fresh)
     assert (cached(again), prefill_of(cluster, again)) == (192, owner)
 
