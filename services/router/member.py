@@ -29,6 +29,10 @@ class WorkerState(StrEnum):
     REFUSED = "refused"
 
 
+FULL_CHUNK_TOKENS = 512
+"""What a step may hold of prompts: the default of engine.max_num_batched_tokens, which a router is not told."""
+
+
 @dataclass(slots=True)
 class Progress:
     """Notices work without progress: sequences run, and the engine's step counter stands still."""
@@ -45,7 +49,9 @@ class Progress:
         if load.step != self.step or not busy or not self.was_busy:
             self.step, self.moved_s = load.step, now_s
         self.was_busy = busy
-        limit_s = max(self.limit_s, 3 * load.step_ms / 1000)
+        rate = load.prefill_tokens_per_s if role == "mixed" else 0.0  # its steps may hold a whole chunk of a prompt
+        chunk_s = FULL_CHUNK_TOKENS / rate if rate else 0.0
+        limit_s = max(self.limit_s, 3 * load.step_ms / 1000, 3 * chunk_s)
         self.is_stalled = load.stalled or now_s - self.moved_s > limit_s
 
 

@@ -17,7 +17,7 @@ from services.protocol.errors import ErrorCode
 from services.protocol.proto import worker_pb2
 from services.router.compat import Member, difference, kind_of, refusals
 from services.router.feed import RECHECK_S, Feed
-from services.router.member import WorkerState
+from services.router.member import Progress, WorkerState
 from services.router.residency import SPECULATIVE_S, Residency
 from services.router.view import View
 from services.telemetry.metrics import RouterMetrics
@@ -437,3 +437,14 @@ def test_rates_that_make_no_sense_are_not_used(view: View) -> None:
         join(view, f"p{i}")
         view.loaded(f"p{i}", worker_pb2.Load(prefill_tokens_per_s=rate))
     assert {w.prefill_tokens_per_s for w in view.candidates(())} == {300.0}
+
+
+@pytest.mark.parametrize(("role", "stalled"), [("decode", True), ("mixed", False)])
+def test_a_mixed_worker_may_compute_a_whole_chunk_before_it_counts_as_stalled(role: str, stalled: bool) -> None:
+    progress = Progress(moved_s=0.0, limit_s=5.0)
+    load = worker_pb2.Load(step=1, running=1, step_ms=50, prefill_tokens_per_s=200)  # 2.6 s for a chunk
+    progress.observe(load, role, 0.0)
+    progress.observe(load, role, 7.0)
+    assert progress.is_stalled is stalled
+    progress.observe(load, role, 8.0)
+    assert progress.is_stalled
