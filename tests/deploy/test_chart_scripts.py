@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -179,7 +180,7 @@ def test_valkey_starts_with_the_rendered_command_and_asks_for_the_password(tmp_p
     changed = script.replace("--port 6379 --bind '*' --dir /data", f"--port {port} --bind 127.0.0.1 --dir {tmp_path}")
     assert changed != script
     env = {"PATH": f"{server.parent}:{os.environ['PATH']}", "VALKEY_PASSWORD": "sesame"}
-    process = subprocess.Popen([*shell, changed], env=env, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen([*shell, changed], env=env, stdout=subprocess.DEVNULL, start_new_session=True)
     try:
         client = redis.Redis(port=port, password="sesame")
 
@@ -196,7 +197,7 @@ def test_valkey_starts_with_the_rendered_command_and_asks_for_the_password(tmp_p
         assert b"sesame" not in Path(f"/proc/{process.pid}/cmdline").read_bytes()
         client.close()
     finally:
-        process.terminate()
+        os.killpg(process.pid, signal.SIGTERM)  # the shell and the server that it started
         process.wait(20)
 
 
