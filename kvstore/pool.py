@@ -16,50 +16,34 @@ Pure: no clock, no I/O, no torch. One thread.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from kvstore.errors import NeverFits, OutOfBlocks
 from kvstore.prefix import ROOT, PrefixTree
 from kvstore.quarantine import Quarantine
 from kvstore.runs import FreeRuns
-from kvstore.table import BlockTable
+from kvstore.table import Allocation, BlockTable, PoolCounts
 
 MAX_RUNS = 4
 """Fresh blocks of one call come in so many runs of neighbours, where evicting a little more achieves it."""
 
 
-@dataclass(frozen=True, slots=True)
-class PoolCounts:
-    """Blocks by state; ``total`` is the sum of the others."""
-
-    total: int
-    free: int
-    used: int
-    cached: int
-    reserved: int
-    quarantined: int
-
-
-@dataclass(frozen=True, slots=True)
-class Allocation:
-    """An owner's block table: ``cached_blocks`` leading ones hold their KV already, the rest are fresh, ascending."""
-
-    block_ids: tuple[int, ...]
-    cached_blocks: int
-
-
 class BlockPool:
     """Blocks 0..num_blocks−1 and their owners (any text, such as a sequence id)."""
 
-    def __init__(self, num_blocks: int, prefix_cache: bool = True) -> None:
-        """Without ``prefix_cache`` no block ever gets a name, so nothing is kept after a release."""
+    def __init__(self, num_blocks: int, prefix_cache: bool = True, eviction: str = "lru") -> None:
+        """Without ``prefix_cache`` no block ever gets a name, so nothing is kept after a release.
+
+        Args:
+            eviction: ``lru``, idle longest goes first; ``lfu``, found least often, then idle longest.
+        """
         if num_blocks < 1:
             raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
         self.num_blocks = num_blocks
-        self._prefix_cache = prefix_cache
+        self.has_prefix_cache = prefix_cache
         self._free = FreeRuns(num_blocks)
-        self._tree = PrefixTree(num_blocks)
+        self._tree = PrefixTree(num_blocks, by_use=eviction == "lfu")
         self._refs = [0] * num_blocks  # owners that use the block, or rest on it as the holder of one of their names
         self._tables: dict[str, BlockTable] = {}
         self._quarantine = Quarantine(num_blocks)
@@ -68,9 +52,17 @@ class BlockPool:
         self._num_quarantined = 0
         self._stamp = 0
 
-    def lookup(self, names: Sequence[bytes]) -> int:
-        """How many leading blocks of the prompt with these names are here, cached or in use."""
-        return self._tree.depth(names)
+    def lookup(self, names: Sequence[bytes], most: int | None = None, near: int = 0) -> int:
+        """How many leading blocks (at most ``most``) of the prompt with these names are here, cached or in use.
+
+        ``near``: the last answer; it is tried first.
+        """
+        return self._tree.depth(names, most, near)
+
+    def would_free(self, owners: Sequence[str]) -> int:
+        """Blocks that become free or cached when these owners are released."""
+        uses = Counter(b for owner in owners for b in (*self._table(owner).blocks, *self._table(owner).pins()))
+        return sum(self._refs[block] == count and block not in self._quarantine for block, count in uses.items())
 
     def can_acquire(self, num_blocks: int, names: Sequence[bytes] = ()) -> bool:
         """Whether `acquire` with the same arguments would succeed now."""
@@ -97,6 +89,7 @@ class BlockPool:
         hits = self._hits(num_blocks, names)
         self._refuse_if_short(self._missing(num_blocks, hits), num_blocks)
         for block in hits:
+            self._tree.use(block)
             self._ref(block)
         fresh = self._fresh(num_blocks - len(hits), hits[-1] if hits else None)
         table = BlockTable(list(hits), list(names[: len(hits)]), list(hits), is_reserved=reserved)
@@ -122,6 +115,25 @@ class BlockPool:
         self._append(table, fresh)
         return tuple(fresh)
 
+    def fork(self, owner: str, new_owner: str, num_shared: int, num_fresh: int = 0) -> tuple[int, ...]:
+        """Give a new owner the first ``num_shared`` blocks of another by reference, and fresh ones after them, all or
+        none; returns its table. Nobody may write into shared blocks any more: what differs goes into fresh ones.
+
+        Shared blocks that have no name yet never get one, nor does what either owner puts after them.
+
+        Raises:
+            OutOfBlocks: too few blocks are free or cached now.
+        """
+        source = self._table(owner)
+        if new_owner in self._tables or source.is_reserved or not 0 <= num_shared <= len(source.blocks):
+            raise ValueError(f"{new_owner!r} cannot share {num_shared} blocks of {owner!r}")
+        self._refuse_if_short(num_fresh - len(self._free) - self._num_cached, num_fresh)
+        table = self._tables[new_owner] = source.fork(num_shared)
+        for block in (*table.blocks, *table.pins()):
+            self._refs[block] += 1
+        self._append(table, self._fresh(num_fresh, table.blocks[-1] if table.blocks else None))
+        return tuple(table.blocks)
+
     def name_block(self, owner: str, index: int, name: bytes, parent: bytes) -> None:
         """Say that the owner's ``index``-th block holds its final content, in order: 0, 1, 2, …
 
@@ -134,7 +146,7 @@ class BlockPool:
         Raises:
             ValueError: out of order, another name than before, or a block that is still reserved.
         """
-        if not self._prefix_cache:
+        if not self.has_prefix_cache:
             return
         table = self._table(owner)
         if not table.may_name(index, name, parent):

@@ -19,13 +19,16 @@ class PrefixTree:
     The caller says when a block becomes idle or held, and keeps this true: the parent of a held block is held.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, *, by_use: bool = False) -> None:
+        """Args: by_use: evict what was found least often first, and of equal ones what has been idle longest."""
+        self._by_use = by_use
         self._block_of: dict[bytes, int] = {}
         self._name: list[bytes | None] = [None] * num_blocks
         self._parent = [ROOT] * num_blocks
         self._children: list[set[int]] = [set() for _ in range(num_blocks)]
         self._idle_since = [0] * num_blocks  # stamp of the release; 0: held or nameless
-        self._leaves: list[tuple[int, int, int]] = []  # heap of (stamp, entry number, block); outdated entries stay in
+        self._uses = [0] * num_blocks  # how often a name was found since it was stored; stays 0 unless by_use
+        self._leaves: list[tuple[int, int, int, int]] = []  # heap of (uses, stamp, entry number, block); some outdated
         self._entries = 0
         self._stored: dict[bytes, bytes] = {}  # name -> parent's name
         self._removed: dict[bytes, None] = {}
@@ -33,9 +36,16 @@ class PrefixTree:
     def __len__(self) -> int:
         return len(self._block_of)
 
-    def depth(self, names: Sequence[bytes]) -> int:
-        """How many leading names of a chain are resident: a bisection, since residency is prefix-closed."""
-        low, high = 0, len(names)
+    def depth(self, names: Sequence[bytes], most: int | None = None, near: int = 0) -> int:
+        """How many leading names of a chain, ``most`` at most, are resident: a bisection, since residency is
+        prefix-closed. Where ``near`` is the answer, two look-ups find that."""
+        high = len(names) if most is None else most
+        if 0 < near <= high and names[near - 1] in self._block_of:
+            if near == high or names[near] not in self._block_of:
+                return near
+        elif near == 0 < high and most is not None and names[0] not in self._block_of:
+            return 0
+        low = 0
         while low < high:
             middle = (low + high) // 2
             if names[middle] in self._block_of:
@@ -71,6 +81,10 @@ class PrefixTree:
         else:
             self._stored[name] = parent
 
+    def use(self, block: int) -> None:
+        """A prompt has found the block's name."""
+        self._uses[block] += self._by_use
+
     def hold(self, block: int) -> None:
         self._idle_since[block] = 0
 
@@ -86,8 +100,8 @@ class PrefixTree:
         before it asks for the next, and may stop early.
         """
         while self._leaves:
-            stamp, _, block = self._leaves[0]
-            if self._idle_since[block] == stamp and not self._children[block]:
+            uses, stamp, _, block = self._leaves[0]
+            if self._is_leaf(block, uses, stamp):
                 break
             heapq.heappop(self._leaves)
         else:
@@ -95,7 +109,7 @@ class PrefixTree:
         while True:
             parent = self._parent[block]
             yield block
-            if parent == ROOT or self._children[parent] or self._idle_since[parent] != stamp:
+            if parent == ROOT or not self._is_leaf(parent, uses, stamp):
                 return
             block = parent
 
@@ -106,7 +120,7 @@ class PrefixTree:
         assert not self._children[block], f"block {block} has children"
         del self._block_of[name]
         self._name[block] = None
-        self._idle_since[block] = 0
+        self._idle_since[block] = self._uses[block] = 0
         parent, self._parent[block] = self._parent[block], ROOT
         if parent != ROOT:
             self._children[parent].discard(block)
@@ -133,7 +147,7 @@ class PrefixTree:
     def check(self) -> None:
         named = [b for b, name in enumerate(self._name) if name is not None]
         assert len(named) == len(self._block_of), "a name is held by two blocks"
-        waiting = {(stamp, block) for stamp, _, block in self._leaves}
+        waiting = {(uses, stamp, block) for uses, stamp, _, block in self._leaves}
         for block in named:
             name, parent = self._name[block], self._parent[block]
             assert name is not None
@@ -143,23 +157,28 @@ class PrefixTree:
                 assert block in self._children[parent], f"block {block} is unknown to its parent"
                 assert self.is_idle(block) or not self.is_idle(parent), f"held block {block} has an idle parent"
             if self.is_idle(block) and not self._children[block]:
-                assert (self._idle_since[block], block) in waiting, f"idle leaf {block} would never be evicted"
+                entry = (self._uses[block], self._idle_since[block], block)
+                assert entry in waiting, f"idle leaf {block} would never be evicted"
         children = sum(len(c) for c in self._children)
         assert children == sum(self._parent[b] != ROOT for b in named), "a child of no block"
+
+    def _is_leaf(self, block: int, uses: int, stamp: int) -> bool:
+        """Whether a block may be evicted, and has been used and idle as an entry says."""
+        return self._idle_since[block] == stamp and self._uses[block] == uses and not self._children[block]
 
     def _offer(self, block: int) -> None:
         stamp = self._idle_since[block]
         if stamp and not self._children[block]:
             self._entries += 1
-            heapq.heappush(self._leaves, (stamp, self._entries, block))
+            heapq.heappush(self._leaves, (self._uses[block], stamp, self._entries, block))
             if len(self._leaves) > 2 * len(self._name) + 64:
                 self._compact()
 
     def _compact(self) -> None:
-        kept: dict[int, tuple[int, int, int]] = {}
+        kept: dict[int, tuple[int, int, int, int]] = {}
         for entry in self._leaves:
-            stamp, _, block = entry
-            if self._idle_since[block] == stamp and not self._children[block]:
+            uses, stamp, _, block = entry
+            if self._is_leaf(block, uses, stamp):
                 kept[block] = entry
         self._leaves = list(kept.values())
         heapq.heapify(self._leaves)

@@ -18,15 +18,12 @@ from typing import Any, TypeVar
 import yaml
 
 from kvstore.errors import ConfigError
+from services.engine_config import EngineConfig as EngineConfig
+from services.engine_config import require as _require
 
 ROLES = ("prefill", "decode", "mixed")
 DTYPES = ("auto", "bfloat16", "float32")
 ENV_PREFIX = "PDRAY_"
-
-
-def _require(ok: bool, path: str, message: str) -> None:
-    if not ok:
-        raise ConfigError(f"{path} {message}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,33 +45,6 @@ class ModelConfig:
     def __post_init__(self) -> None:
         _require(self.dtype in DTYPES, "model.dtype", f"must be one of {DTYPES}, got {self.dtype!r}")
         _require(self.max_model_len >= 0, "model.max_model_len", f"must not be negative, got {self.max_model_len}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """The engine of one worker."""
-
-    block_size: int = 16
-    """Tokens per KV block."""
-    num_blocks: int = 0
-    """KV blocks of a worker; 0: from ``kv_memory_bytes``."""
-    kv_memory_bytes: int = 512 << 20
-    """Memory for KV where ``num_blocks`` is 0."""
-    max_num_batched_tokens: int = 512
-    """Token budget of a step; also the longest prefill chunk."""
-    max_num_seqs: int = 64
-    """Sequences that may run at once."""
-    num_threads: int = 0
-    """torch threads of a worker; 0: the machine's cores shared out among its workers."""
-    attention: str = "auto"
-    """Attention backend: ``reference`` or ``auto``."""
-    steps_kept: int = 256
-    """Steps shown at /debug/steps."""
-
-    def __post_init__(self) -> None:
-        for name in ("block_size", "max_num_batched_tokens", "max_num_seqs", "steps_kept"):
-            _require(getattr(self, name) >= 1, f"engine.{name}", f"must be at least 1, got {getattr(self, name)}")
-        _require(self.num_blocks >= 0, "engine.num_blocks", f"must not be negative, got {self.num_blocks}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,8 +117,11 @@ class RouterConfig:
     """Finished requests shown at /debug/requests."""
     max_attempts: int = 3
     """Tries of one request before its first streamed byte."""
+    max_n: int = 16
+    """Choices that one request may ask for (``n``); they share its prompt's KV."""
 
     def __post_init__(self) -> None:
+        _require(self.max_n >= 1, "router.max_n", f"must be at least 1, got {self.max_n}")
         for name in ("port", "grpc_port", "serve_port", "serve_grpc_port"):
             value = getattr(self, name)
             _require(0 <= value < 65536, f"router.{name}", f"must be a port number or 0, got {value}")

@@ -51,7 +51,7 @@ def url(scheme: str, host: str, port: int) -> str:
 
 def example(config: ServeConfig, http_port: int) -> str:
     """A command to paste that asks the running server for a short answer."""
-    body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 32}'
+    body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}'
     base = url("http://", config.router.host, http_port)
     return f"curl {base}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
 

@@ -11,6 +11,7 @@ from kvstore.geometry import KVGeometry, KVGroup
 from kvstore.pool import BlockPool
 from kvstore.tensors import KVMemory
 from services.engine.core import Engine, Progress
+from services.engine.grammar import Grammars
 from services.engine.intake import Limits
 from services.engine.loader import LoadedModel
 from services.engine.messages import AddSequence, Sampling, SequenceOutput, StepDone
@@ -56,7 +57,8 @@ class Harness:
         )
         self.memory = KVMemory.create(KVGeometry(groups=(group,), num_blocks=(num_blocks,)))
         self.limits = Limits(num_blocks, block_size, max_model_len, card.vocab_size, card.eos_token_ids)
-        runner = Runner.over(model, self.memory, self.limits)
+        self.grammars = Grammars(card.tokenizer_path, card.vocab_size, card.eos_token_ids)
+        runner = Runner.over(model, self.memory, self.limits, self.grammars)
         self.pool = BlockPool(num_blocks)
         self.scheduler = Scheduler(
             self.pool, self.limits, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs
@@ -64,7 +66,11 @@ class Harness:
         self.sent: list[Any] = []
         ticks = itertools.count()
         self.engine = Engine(
-            self.scheduler, runner, send=self.sent.append, clock=lambda: next(ticks) * 1e-3, progress=progress
+            self.scheduler,
+            runner,
+            send=self.sent.append,
+            clock=lambda: next(ticks) * 1e-3,
+            progress=progress,
         )
 
     def send(self, *messages: Any) -> None:
@@ -84,7 +90,9 @@ class Harness:
         """Step until there is nothing to compute."""
         for _ in range(limit):
             if not self.step():
-                return
+                if self.engine.patience_s is None:
+                    return
+                self.grammars.settle()
         raise AssertionError(f"not idle after {limit} steps")
 
     def outputs(self) -> list[SequenceOutput]:

@@ -97,6 +97,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):  # type: ignore[misc]
         self.load = worker_pb2.Load(blocks_total=NUM_BLOCKS, blocks_free=NUM_BLOCKS)
         self.submits: list[worker_pb2.SubmitRequest] = []
         self.aborts: list[tuple[str, int]] = []
+        self.drops: list[tuple[str, int, list[int]]] = []  # aborts of single choices
         self.retargets: list[worker_pb2.RetargetRequest] = []
         self.hellos: list[worker_pb2.RouterMessage] = []
         self.acked = 0
@@ -245,7 +246,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):  # type: ignore[misc]
         return worker_pb2.RetargetReply()
 
     async def Abort(self, request: worker_pb2.AbortRequest, context: Any) -> worker_pb2.AbortReply:
-        self.aborts.append((request.request_id, request.attempt))
+        if request.choices:
+            self.drops.append((request.request_id, request.attempt, list(request.choices)))
+        else:
+            self.aborts.append((request.request_id, request.attempt))
         return worker_pb2.AbortReply()
 
     async def Steps(self, request: worker_pb2.StepsRequest, context: Any) -> worker_pb2.StepsReply:

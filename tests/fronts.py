@@ -97,6 +97,21 @@ def saying(text: str, *, cached_tokens: int = 0, at_once: int = 1) -> Script:
     return script
 
 
+def saying_each(*texts: str) -> Script:
+    """A script that gives choice i the i-th text, token by token in turns."""
+
+    async def script(request: RouterRequest) -> AsyncIterator[TokenEvent]:
+        ids = [(*ids_of(text), EOS_ID)[: request.sampling.max_tokens] for text in texts[: request.n]]
+        for at in range(max(map(len, ids))):
+            for choice, own in enumerate(ids):
+                if at < len(own):
+                    reason = "" if at + 1 < len(own) else "stop" if own[at] == EOS_ID else "length"
+                    yield TokenEvent(token_ids=(own[at],), finish_reason=reason, choice=choice)
+                    await asyncio.sleep(0)
+
+    return script
+
+
 def failing(error: RequestError, after: str = "") -> Script:
     """A script that says some text, then fails."""
 
@@ -126,6 +141,7 @@ class ScriptedFlow:
         self.script: Script = saying("Hello world")
         self.requests: list[RouterRequest] = []
         self.ends: dict[str, str] = {}
+        self.ended_choices: list[int] = []
 
     async def stream(self, request: RouterRequest) -> AsyncGenerator[TokenEvent, None]:
         self.requests.append(request)
@@ -142,6 +158,9 @@ class ScriptedFlow:
         except RequestError:
             self.ends[request.request_id] = "error"
             raise
+
+    def end_choice(self, request_id: str, choice: int) -> None:
+        self.ended_choices.append(choice)
 
 
 class FakeCore:

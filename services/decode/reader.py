@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from kvstore.transfer import messages as t
@@ -23,9 +24,10 @@ from services.engine import messages as m
 from services.protocol.errors import ErrorCode, RequestError
 from services.protocol.handoff import OPEN_STATES, HandoffState
 from services.protocol.proto import worker_pb2
-from services.worker.core import WorkerCore, to_sequence
+from services.worker.core import WorkerCore
 from services.worker.live import LiveRequest
 from services.worker.role import Role
+from services.worker.translate import from_logprobs, to_sequence
 
 _log = logging.getLogger("pdray.decode")
 
@@ -61,6 +63,9 @@ class Reader(Role):
         else:
             self._revoke(inbound, reason)
 
+    def drop_choice(self, live: LiveRequest, choice: int) -> None:
+        self._core.send_engine(m.AbortSequence(seq_id=live.seq_id, choice=choice))
+
     # --- from a writer ---
 
     async def reserve(self, request: worker_pb2.ReserveRequest) -> worker_pb2.Grant:
@@ -69,7 +74,9 @@ class Reader(Role):
         if self._sweeper is None:
             self._sweeper = self._core.spawn(self._sweep(), "leases")
         opened = self._writers.add(inbound)
-        self._core.send_engine(m.ReserveSequence(sequence=to_sequence(inbound.live, hand_off=False)))
+        self._core.send_engine(
+            m.ReserveSequence(sequence=to_sequence(inbound.live, hand_off=False, tells_prompt=False))
+        )
         try:
             async with asyncio.timeout(inbound.live.remaining_s(self._core.clock())):
                 listener, reserved = await asyncio.gather(asyncio.shield(opened), inbound.reserved)
@@ -141,7 +148,7 @@ class Reader(Role):
         if not live.first_output_s and output.token_ids:
             live.first_output_s = now
         self._core.emit_tokens(live, output, stage_times(live, output, now))
-        if not output.finish_reason:
+        if live.open_choices:
             return False
         self._forget(inbound)
         return True
@@ -240,8 +247,23 @@ class Reader(Role):
         self._core.send_transfer(
             t.Revoke(ticket_id=inbound.ticket_id, worker_id=inbound.writer[0], epoch=inbound.writer[1])
         )
-        self._core.send_engine(m.StartSequence(seq_id=inbound.live.seq_id, first_token=request.first_token))
+        await self._start(inbound.live, request.first_tokens)
         return worker_pb2.CommitReply(state="committed")
+
+    async def _start(self, live: LiveRequest, first_tokens: Sequence[worker_pb2.FirstToken]) -> None:
+        """Decode the choices that did not end with token 1, and were not dropped here before it came."""
+        live.open_choices &= {x.choice for x in first_tokens}
+        if going_on := [x for x in first_tokens if x.choice in live.open_choices]:
+            told = [(x.choice, from_logprobs(x.logprobs)) for x in going_on if x.HasField("logprobs")]
+            self._core.send_engine(
+                m.StartSequence(
+                    seq_id=live.seq_id,
+                    first_tokens=tuple((x.choice, x.token_id) for x in going_on),
+                    first_logprobs=tuple(told),
+                )
+            )
+        else:
+            await self._core.end(live, "no choice goes on")
 
     # --- ends ---
 

@@ -19,6 +19,8 @@ import psutil
 
 from kvstore.errors import ConfigError
 from services.config import ServeConfig
+from services.engine.native import build as native
+from services.engine.native.build import NoKernels, choose, library_for
 from services.engine.shape import resolve_dtype
 from services.protocol.model_card import CARD_FILE, ModelCard
 from services.start.model import announcement, cache_dir
@@ -55,6 +57,7 @@ def run_checks(config: ServeConfig) -> list[Check]:
         check_platform,
         check_packages,
         check_cpu,
+        check_kernels,
         check_memory,
         check_disk,
         check_ports,
@@ -118,6 +121,20 @@ def check_cpu(config: ServeConfig, cpuinfo: Path = Path("/proc/cpuinfo")) -> lis
         text = f"{workers} workers share {cores} cores: their steps slow each other down"
         checks.append(Check("cpu share", "warning", text, "fewer workers, or --mixed 1 --prefill 0 --decode 0"))
     return checks
+
+
+def check_kernels(config: ServeConfig, flags: frozenset[str] | None = None) -> list[Check]:
+    """Which path computes: the native kernels, compiled here if need be, or torch alone."""
+    if config.engine.kernels == "off":
+        return [Check("kernels", "note", "native kernels are off (engine.kernels): torch alone computes")]
+    try:
+        kind = choose(config.engine.kernels, native.cpu_flags() if flags is None else flags)
+        path = library_for(kind)
+    except NoKernels as exc:
+        level: Level = "warning" if config.engine.kernels == "auto" else "error"
+        fix = "apt-get install -y g++" if "compile" in str(exc) else "a CPU with AVX-512, or engine.kernels=off"
+        return [Check("kernels", level, f"torch alone computes, several times slower: {exc}", fix)]
+    return [Check("kernels", "ok", f"native kernels for {kind.name}: {path}")]
 
 
 def check_memory(config: ServeConfig) -> list[Check]:

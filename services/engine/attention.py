@@ -10,14 +10,17 @@ the keyword ``kv_batch``. What an architecture wants beyond this (sinks, soft ca
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
 
 from services.engine.batch import DecodeGroup, PackedBatch, PrefillSpan
+from services.protocol.model_card import ModelCard
+
+if TYPE_CHECKING:
+    from services.engine.native.library import Kernels
 
 NAME = "pdray"
 """What the attention implementation is registered as."""
@@ -53,6 +56,8 @@ class AttentionBackend(Protocol):
     """Writes and reads one layer of the paged memory. Holds no state between calls."""
 
     name: str
+    gathers: bool
+    """It reads through the batch's row indices and scratch; else those are not made."""
 
     def write(self, batch: PackedBatch, layer: int, heads: Heads) -> None:
         """Put K and V where the batch's slots say."""
@@ -68,6 +73,7 @@ class ReferenceBackend:
     """
 
     name = "reference"
+    gathers = True
 
     def write(self, batch: PackedBatch, layer: int, heads: Heads) -> None:
         rows = batch.memory.token_rows[layer]
@@ -102,16 +108,26 @@ class ReferenceBackend:
         return out[0].transpose(0, 1)
 
 
-BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"reference": ReferenceBackend}
+BACKENDS = ("native", "reference")
 
 
-def make_backend(name: str) -> AttentionBackend:
-    """The backend of that name; ``auto``: the fastest that runs here.
+def make_backend(name: str, card: ModelCard, dtype: str, kernels: Kernels | None) -> AttentionBackend:
+    """The backend of that name; ``auto``: the fastest that computes this model here.
 
     Raises:
         KeyError: there is none.
+        ValueError: it does not compute this model; says why.
     """
-    return BACKENDS["reference" if name == "auto" else name]()
+    from services.engine.native.attention import NativeBackend, why_not
+
+    if name not in ("auto", *BACKENDS):
+        raise KeyError(name)
+    reason = "there are no native kernels here" if kernels is None else why_not(card.head_dim, dtype)
+    if name == "native" and reason:
+        raise ValueError(reason)
+    if name == "reference" or reason or kernels is None:
+        return ReferenceBackend()
+    return NativeBackend(kernels)
 
 
 def attend(
@@ -153,6 +169,7 @@ def attend(
         scaling if scaling is not None else query.shape[-1] ** -0.5,
         window or 0,
     )
+    batch.asked[layer] = heads.scaling, heads.window
     batch.backend.write(batch, layer, heads)
     if batch.on_layer is not None:
         batch.on_layer(layer)

@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from services.engine.computation import to_device
+
 if TYPE_CHECKING:
     from services.engine.attention import AttentionBackend
 
@@ -49,6 +51,14 @@ class PagedMemory:
         for rows in self.block_rows:
             per_block = rows.view(-1, 2 * self.num_kv_heads * self.block_size * self.head_dim)
             per_block[torch.tensor(block_ids, dtype=torch.int64, device=rows.device)] = 0
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy the content of blocks, given as (from, to), in all layers. No block may be both."""
+        device = self.block_rows[0].device
+        sources, targets = torch.tensor(pairs, dtype=torch.int64, device=device).unbind(1)
+        for rows in self.block_rows:
+            per_block = rows.view(-1, 2 * self.num_kv_heads * self.block_size * self.head_dim)
+            per_block.index_copy_(0, targets, per_block.index_select(0, sources))
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +140,9 @@ class PackedBatch:
     prefills: tuple[PrefillSpan, ...]
     ends: tuple[int, ...]  # for each span, in the caller's order: where its last token lies in the row
     starts: tuple[int, ...]  # and its first
+    spans: tuple[Span, ...]  # in the caller's order
     on_layer: Callable[[int], None] | None = None
+    asked: dict[int, tuple[float, int]] = field(default_factory=dict)  # of each layer: scaling, window
 
 
 def pack(
@@ -152,14 +164,15 @@ def pack(
     return PackedBatch(
         memory=memory,
         backend=backend,
-        input_ids=torch.tensor(ids, dtype=torch.int64, device=device).unsqueeze(0),
-        positions=torch.from_numpy(positions).to(device).unsqueeze(0),
+        input_ids=to_device(torch.tensor(ids, dtype=torch.int64), device).unsqueeze(0),
+        positions=to_device(torch.from_numpy(positions), device).unsqueeze(0),
         key_rows=keys,
         value_rows=values,
-        decodes=_decode_groups(memory, [spans[i] for i in singles]),
-        prefills=tuple(_prefill_span(memory, spans[i], starts[i]) for i in chunks),
+        decodes=_decode_groups(memory, [spans[i] for i in singles]) if backend.gathers else (),
+        prefills=tuple(_prefill_span(memory, spans[i], starts[i]) for i in chunks) if backend.gathers else (),
         ends=tuple(ends),
         starts=tuple(starts),
+        spans=tuple(spans),
         on_layer=on_layer,
     )
 
@@ -177,8 +190,8 @@ def _write_rows(
     offsets = np.repeat([s.start // size for s in spans], [len(s.token_ids) for s in spans])
     slots = blocks[firsts + positions // size - offsets]
     base = (slots * 2 * heads * size + positions % size)[:, None] + np.arange(heads) * size
-    keys = torch.from_numpy(np.ascontiguousarray(base.reshape(-1)))
-    return keys.to(device), (keys + heads * size).to(device)
+    keys = to_device(torch.from_numpy(np.ascontiguousarray(base.reshape(-1))), device)
+    return keys, keys + heads * size
 
 
 def _block_rows(memory: PagedMemory, tables: npt.NDArray[np.int64]) -> torch.Tensor:
@@ -209,8 +222,8 @@ def _decode_groups(memory: PagedMemory, spans: Sequence[Span]) -> tuple[DecodeGr
             own = span.block_ids[: span.start // memory.block_size + 1]
             tables[i, : len(own)] = own
             tables[i, len(own) :] = own[-1]  # padding repeats a block of its own, so nothing foreign is ever gathered
-        rows = _block_rows(memory, tables).to(memory.block_rows[0].device)
-        lengths = torch.tensor([s.start + 1 for s in members], dtype=torch.int64, device=rows.device)
+        rows = to_device(_block_rows(memory, tables), memory.block_rows[0].device)
+        lengths = to_device(torch.tensor([s.start + 1 for s in members], dtype=torch.int64), rows.device)
         padded = width * memory.block_size
         groups.append(DecodeGroup(start, stop, lengths, rows, _scratch(memory, rows), padded))
         start = stop
@@ -220,5 +233,5 @@ def _decode_groups(memory: PagedMemory, spans: Sequence[Span]) -> tuple[DecodeGr
 def _prefill_span(memory: PagedMemory, span: Span, at: int) -> PrefillSpan:
     length = span.start + len(span.token_ids)
     table = np.asarray(span.block_ids[: -(-length // memory.block_size)], dtype=np.int64)
-    rows = _block_rows(memory, table[None]).to(memory.block_rows[0].device)
+    rows = to_device(_block_rows(memory, table[None]), memory.block_rows[0].device)
     return PrefillSpan(at, at + len(span.token_ids), span.start, rows, _scratch(memory, rows))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def share_budget(wants: Sequence[int], budget: int) -> list[int]:
+def share_budget(wants: Sequence[int], budget: int, longest: int = 0) -> list[int]:
     """Tokens for each prompt, in order of rank.
 
     The first gets at least half (rounded up) of the budget, or all it wants. The other half is open to later ones that
@@ -14,20 +14,22 @@ def share_budget(wants: Sequence[int], budget: int) -> list[int]:
 
     Args:
         wants: tokens that each prompt still has to compute, all positive.
+        longest: most that one prompt gets; 0: no limit.
     Returns:
-        a grant for each, none above its want; their sum is min(budget, sum(wants)).
+        a grant for each, none above its want or ``longest``; their sum is the budget, or all that may be granted.
     """
     grants = [0] * len(wants)
     if not wants or budget < 1:
         return grants
-    grants[0] = min(wants[0], budget - budget // 2)
+    caps = [min(want, longest) for want in wants] if longest else wants
+    grants[0] = min(caps[0], budget - budget // 2)
     left = budget - grants[0]
     for i in range(1, len(wants)):
-        if wants[i] <= left:
+        if wants[i] <= min(left, caps[i]):
             grants[i] = wants[i]
             left -= wants[i]
-    for i, want in enumerate(wants):
-        more = min(want - grants[i], left)
+    for i, most in enumerate(caps):
+        more = min(most - grants[i], left)
         grants[i] += more
         left -= more
     return grants

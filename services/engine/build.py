@@ -9,14 +9,17 @@ from typing import Any
 
 import torch
 
+from kvstore.errors import ConfigError
 from kvstore.geometry import KVGeometry
 from kvstore.pool import BlockPool
 from kvstore.tensors import KVMemory
 from kvstore.transfer.progress import ProgressSender
 from services.config import EngineConfig
 from services.engine.core import Engine
+from services.engine.grammar import Grammars
 from services.engine.intake import Limits
 from services.engine.loader import load_model
+from services.engine.rules import Rules
 from services.engine.runner import Runner
 from services.engine.scheduler import Scheduler
 
@@ -39,8 +42,15 @@ def build_engine(send: Callable[[Any], None], memory_fd: int, progress_fd: int, 
         Path(config["folder"]),
         dtype=config["dtype"],
         backend=settings.attention,
+        kernels=settings.kernels,
+        max_model_len=config["max_model_len"],
         trust_remote_code=config["trust_remote_code"],
     )
+    if settings.batch_invariant and not model.is_batch_invariant:
+        raise ConfigError(
+            f"engine.batch_invariant: {model.path.name} lets neighbours change a sequence's last bits"
+            + (f" ({model.note})" if model.note else "")
+        )
     limits = Limits(
         num_blocks=geometry.num_blocks[0],
         block_size=geometry.groups[0].block_size,
@@ -48,13 +58,15 @@ def build_engine(send: Callable[[Any], None], memory_fd: int, progress_fd: int, 
         vocab_size=model.card.vocab_size,
         eos_token_ids=model.card.eos_token_ids,
     )
-    runner = Runner.over(model, KVMemory.attach(memory_fd, geometry), limits)
+    grammars = Grammars(model.card.tokenizer_path, limits.vocab_size, limits.eos_token_ids)
+    runner = Runner.over(model, KVMemory.attach(memory_fd, geometry), limits, grammars)
     runner.warm_up()
     scheduler = Scheduler(
-        BlockPool(limits.num_blocks),
+        BlockPool(limits.num_blocks, settings.prefix_cache == "hash", settings.eviction),
         limits,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_num_seqs=settings.max_num_seqs,
+        rules=Rules.of(settings),
     )
     return Engine(
         scheduler,

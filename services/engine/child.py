@@ -80,12 +80,14 @@ def serve(channel: ChildChannel, memory_fd: int, progress_fd: int, config: dict[
             max_model_len=engine.scheduler.limits.max_model_len,
             dtype=config["dtype"],
             vocab_size=engine.scheduler.limits.vocab_size,
-            attention=engine.runner.model.backend.name,
+            attention=engine.runner.model.attention,
+            path=engine.runner.model.path.name,
+            path_note=engine.runner.model.note,
         )
     )
     busy = False
     while True:
-        for message in channel.receive(0 if busy else None):
+        for message in channel.receive(0 if busy else engine.patience_s):
             if isinstance(message, Stop):
                 return
             engine.handle(message)

@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from kvstore.transfer.progress import Chunk
+from services.engine.compiling import POLL_S, Compiling, sequence_of
 from services.engine.messages import (
     AbortSequence,
     AddSequence,
@@ -29,11 +30,13 @@ from services.engine.messages import (
     Stats,
     StepDone,
     Steps,
+    TokenLogprobs,
     Unquarantine,
 )
 from services.engine.runner import Executed, Runner, Tally
 from services.engine.scheduler import Scheduler, Step
 from services.engine.sequence import Work
+from services.engine.waste import waste_of
 from services.protocol.errors import RequestError
 
 log = logging.getLogger("pdray.engine")
@@ -75,6 +78,7 @@ class Engine:
         self._send = send
         self._clock = clock
         self._progress = progress
+        self._compiling = Compiling(runner.grammars)
         self._times: dict[str, _Times] = {}
         self._outputs: list[SequenceOutput] = []  # for the next StepDone
         self._changed = False  # since the last StepDone, in a way that its stats would show
@@ -89,17 +93,25 @@ class Engine:
         """Take in one message of the service process. What is wrong with a request ends that request."""
         self._changed = True
         now = self._clock()
-        if isinstance(message, AddSequence):
-            self._add(message, now)
-        elif isinstance(message, ReserveSequence):
-            self._reserve(message)
+        if isinstance(message, AddSequence | ReserveSequence):
+            if not self._compiling.hold(message, now):
+                self._admit(message, now)
         elif isinstance(message, StartSequence):
             self._times[message.seq_id] = _Times(now)
-            self._emit(self.scheduler.start(message), message.seq_id)
+            told = {(message.seq_id, choice): x for choice, x in message.first_logprobs}
+            self._emit([_scored(o, told) for o in self.scheduler.start(message)], message.seq_id)
+            self._copy()
+        elif isinstance(message, AbortSequence) and message.choice is not None:
+            self.scheduler.drop(message.seq_id, message.choice)
+            self._emit([], message.seq_id)
+        elif isinstance(message, AbortSequence) and self._compiling.drop(message.seq_id):
+            self._outputs.append(SequenceOutput(seq_id=message.seq_id, position=0, token_ids=(), finish_reason="abort"))
         elif isinstance(message, AbortSequence):
-            self._emit(self.scheduler.abort(message.seq_id, quarantine=message.quarantine), message.seq_id)
+            aborted = self.scheduler.abort(message.seq_id, quarantine=message.quarantine)
+            self._emit([] if aborted is None else [aborted], message.seq_id)
         elif isinstance(message, ReleaseSequence):
             self._times.pop(message.seq_id, None)
+            self._compiling.drop(message.seq_id)
             self.scheduler.release(message.seq_id, quarantine=message.quarantine)
         elif isinstance(message, Unquarantine):
             self.scheduler.roster.pool.unquarantine(message.seq_id)
@@ -112,6 +124,9 @@ class Engine:
 
     def advance(self) -> bool:
         """Run one step if there is any; True where another may follow at once."""
+        for held, error in self._compiling.take():
+            self._changed = True
+            self._admit(held.message, held.accepted_s, error)
         step = self.scheduler.schedule()
         for seq in step.reserved:
             cached = seq.num_named_blocks
@@ -126,8 +141,14 @@ class Engine:
             self._report()
         return bool(step.work)
 
+    @property
+    def patience_s(self) -> float | None:
+        """How long to wait for messages when there is nothing to compute; None: for ever."""
+        return POLL_S if self._compiling else None
+
     def stats(self) -> Stats:
         counts = self.scheduler.roster.pool.counts()
+        waste = waste_of(self.scheduler.roster.running.values(), self.scheduler.limits.block_size)
         return Stats(
             step=self.num_steps,
             running=self.scheduler.num_running,
@@ -148,49 +169,58 @@ class Engine:
             preemptions=self.scheduler.roster.preemptions,
             prefill_tokens_per_s=self._prefill_rate,
             step_ms=self._decode_ms,
+            kv_unused_tokens=waste.unused_tokens,
+            kv_unwritten_blocks=waste.unwritten_blocks + counts.reserved,
+            output_mispredictions=self.scheduler.admission.mispredictions,
+            admissions_held_back=self.scheduler.admission.held_back,
         )
 
-    def _add(self, message: AddSequence, now: float) -> None:
-        if message.seq_id in self.scheduler.roster.sequences:
-            log.error("sequence %s was added twice; the first one goes on", message.seq_id)
+    def _admit(self, message: AddSequence | ReserveSequence, now: float, error: RequestError | None = None) -> None:
+        """Give a sequence to the scheduler; what is wrong with it, such as ``error``, ends it."""
+        seq = sequence_of(message)
+        if isinstance(message, AddSequence) and seq.seq_id in self.scheduler.roster.groups:
+            log.error("sequence %s was added twice; the first one goes on", seq.seq_id)
             return
         try:
-            self.scheduler.add(message)
+            if error is not None:
+                raise error
+            if isinstance(message, AddSequence):
+                self.scheduler.add(message)
+                self._times[seq.seq_id] = _Times(now)
+            else:
+                self.scheduler.reserve(message)
         except RequestError as exc:
-            position = len(message.output_ids)
+            if isinstance(message, ReserveSequence):
+                self._send(ReserveRefused(seq_id=seq.seq_id, code=exc.code.value, message=exc.message))
+                return
             self._outputs.append(
                 SequenceOutput(
-                    seq_id=message.seq_id,
-                    position=position,
+                    seq_id=seq.seq_id,
+                    position=len(seq.output_ids),
                     token_ids=(),
                     finish_reason="error",
                     error_code=exc.code.value,
                     error=exc.message,
                 )
             )
-            return
-        self._times[message.seq_id] = _Times(now)
-
-    def _reserve(self, message: ReserveSequence) -> None:
-        try:
-            self.scheduler.reserve(message)
-        except RequestError as exc:
-            refused = ReserveRefused(seq_id=message.sequence.seq_id, code=exc.code.value, message=exc.message)
-            self._send(refused)
 
     def _run(self, step: Step) -> None:
         started = self._clock()
         for work in step.work:
-            times = self._times.get(work.sequence.seq_id)
+            times = self._times.get(work.sequence.group_id)
             if times is not None and times.scheduled_s is None:
                 times.scheduled_s = started
         done = self._execute(step)
         self.num_steps += 1
         self.tally += done.tally
-        self._tokens_generated += len(done.tokens)
+        self._tokens_generated += len(done.taken.tokens)
         prefill_tokens = sum(w.count for w in step.work if not w.is_decode)
-        for output in self.scheduler.complete(step, done.tokens, done.failures):
-            self._emit(output, output.seq_id)
+        for seq_id, (first, told) in done.taken.prompt_logprobs.items():
+            part = SequenceOutput(seq_id=seq_id, position=0, token_ids=(), prompt_start=first, prompt_logprobs=told)
+            self._emit([part], seq_id)
+        for output in self.scheduler.complete(step, done.taken.tokens, done.taken.failures):
+            self._emit([_scored(output, done.taken.logprobs)], output.seq_id)
+        self._copy()
         if self.scheduler.roster.bad_names > self._bad_names:
             self._bad_names = self.scheduler.roster.bad_names
             log.error("block names of %d sequences so far contradict those known here", self._bad_names)
@@ -213,22 +243,23 @@ class Engine:
         stop = len(work.sequence.block_ids) if work.samples else work.stop // size
         return [Chunk(work.sequence.seq_id, first, stop - first, work.samples)] if stop > first else []
 
-    def _emit(self, output: SequenceOutput | None, seq_id: str) -> None:
-        """Put an output, with its times, into the next StepDone."""
+    def _copy(self) -> None:
+        """Give choices that have just parted their own tails: at once, before anybody can write into the blocks."""
+        if copies := self.scheduler.roster.take_copies():
+            self.runner.copy_blocks(copies)
+
+    def _emit(self, outputs: Iterable[SequenceOutput], seq_id: str) -> None:
+        """Put outputs of one request, with its times, into the next StepDone."""
         times = self._times.get(seq_id)
-        if output is None or output.finish_reason:
+        if seq_id not in self.scheduler.roster.groups:
             self._times.pop(seq_id, None)
-        if output is None:
-            return
-        if times is not None:
-            scheduled = times.scheduled_s
-            now = self._clock()
-            output = replace(
-                output,
-                queue_ms=((now if scheduled is None else scheduled) - times.accepted_s) * 1e3,
-                compute_ms=0.0 if scheduled is None else (now - scheduled) * 1e3,
-            )
-        self._outputs.append(output)
+        for output in outputs:
+            if times is not None:
+                scheduled = times.scheduled_s
+                now = self._clock()
+                output.queue_ms = ((now if scheduled is None else scheduled) - times.accepted_s) * 1e3
+                output.compute_ms = 0.0 if scheduled is None else (now - scheduled) * 1e3
+            self._outputs.append(output)
 
     def _note(self, step: Step, done: Executed, prefill_tokens: int, duration_ms: float) -> None:
         """Remember the step and learn the worker's speed from it."""
@@ -248,7 +279,7 @@ class Engine:
                 "queued": len(self.scheduler.roster.queue),
                 "waiting": dict(step.waiting),
                 "preemptions": step.preemptions,
-                "failed": len(done.failures),
+                "failed": len(done.taken.failures),
                 "duration_ms": round(duration_ms, 3),
             }
         )
@@ -258,6 +289,12 @@ class Engine:
         outputs, self._outputs, self._changed = tuple(self._outputs), [], False
         self._running_told = self.scheduler.num_running
         self._send(StepDone(outputs=outputs, stored=tuple(stored), removed=tuple(removed), stats=self.stats()))
+
+
+def _scored(output: SequenceOutput, told: Mapping[tuple[str, int], TokenLogprobs]) -> SequenceOutput:
+    """An output with the logprobs of its one token, where they were asked for."""
+    found = told.get((output.seq_id, output.choice)) if told and output.token_ids else None
+    return output if found is None else replace(output, logprobs=(found,))
 
 
 def _blend(average: float, value: float) -> float:

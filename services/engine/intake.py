@@ -27,8 +27,14 @@ class Limits:
         """Tokens whose KV a request may come to hold; the last token that it generates is never computed."""
         return max(num_given_tokens, min(num_prompt_tokens + max_tokens, self.max_model_len) - 1)
 
+    def ends(self, token_id: int, sampling: Sampling) -> bool:
+        """Whether the token is one of `end_tokens`, without making the set."""
+        if token_id in sampling.stop_token_ids:
+            return True
+        return token_id in self.eos_token_ids and not (sampling.ignore_eos and sampling.grammar is None)
+
     def end_tokens(self, sampling: Sampling) -> frozenset[int]:
-        eos = () if sampling.ignore_eos else self.eos_token_ids
+        eos = () if sampling.ignore_eos and sampling.grammar is None else self.eos_token_ids
         return frozenset((*eos, *sampling.stop_token_ids))
 
 
@@ -44,12 +50,17 @@ def check_sequence(message: AddSequence, limits: Limits) -> None:
     if wrong is not None:
         raise invalid(f"token id {wrong} is outside the vocabulary of {limits.vocab_size}", "prompt")
     _check_sampling(message.sampling, limits)
+    _check_shaping(message.sampling, limits)
     if len(given) >= limits.max_model_len:
         raise RequestError(
             ErrorCode.CONTEXT_LENGTH_EXCEEDED,
             f"{len(given)} tokens leave no room for an answer within {limits.max_model_len} (model.max_model_len)",
             param="prompt",
         )
+    if message.n < 1:
+        raise invalid(f"n must be at least 1, got {message.n}", "n")
+    if message.n > 1 and message.output_ids:
+        raise invalid(f"{len(message.output_ids)} output tokens came along for {message.n} choices", "n")
     if len(message.output_ids) >= message.sampling.max_tokens:
         raise invalid(
             f"{len(message.output_ids)} output tokens came along, max_tokens is {message.sampling.max_tokens}",
@@ -70,6 +81,26 @@ def check_sequence(message: AddSequence, limits: Limits) -> None:
             f"the request may need {num_tokens} tokens of KV, {limits.blocks(num_tokens)} blocks; the worker has "
             f"{limits.num_blocks} blocks, {limits.num_blocks * limits.block_size} tokens (engine.num_blocks)",
         )
+
+
+def _check_shaping(sampling: Sampling, limits: Limits) -> None:
+    """What is done to the logits; penalties and min_p that are no sensible numbers could make every logit NaN."""
+    wrong = next(
+        (t for t, value in sampling.logit_bias if not 0 <= t < limits.vocab_size or not math.isfinite(value)), None
+    )
+    if wrong is not None:
+        raise invalid(f"logit_bias of token id {wrong} is no number, or past the {limits.vocab_size} ids", "logit_bias")
+    if not 0 <= sampling.min_p <= 1:
+        raise invalid(f"min_p must be from 0 to 1, got {sampling.min_p}", "min_p")
+    penalties = sampling.penalties
+    if penalties is None:
+        return
+    if not 0 < penalties.repetition <= 2:
+        raise invalid(
+            f"repetition_penalty must be above 0 and at most 2, got {penalties.repetition}", "repetition_penalty"
+        )
+    if not (math.isfinite(penalties.presence) and math.isfinite(penalties.frequency)):
+        raise invalid("presence_penalty and frequency_penalty must be finite numbers", "presence_penalty")
 
 
 def _check_sampling(sampling: Sampling, limits: Limits) -> None:

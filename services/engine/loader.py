@@ -1,12 +1,14 @@
 """A prepared folder becomes a model that computes on paged memory, or is refused with the reason.
 
-Three gates, each cheaper than a wrong answer: the config says what cannot work, the first forward shows what the
-attention really asks for, and a short text computed in two chunks over shuffled blocks must equal transformers' own.
+Four gates, each cheaper than a wrong answer: the config says what cannot work, the first forward shows what the
+attention really asks for, a short text computed in two chunks over shuffled blocks must equal transformers' own, and
+the fused path, where there is one, must equal the generic one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,12 @@ import torch
 
 from kvstore.errors import ConfigError
 from services.engine import attention
-from services.engine.attention import AttentionBackend, UnsupportedAttention
-from services.engine.batch import PackedBatch, PagedMemory, Span, pack
+from services.engine.computation import ModelPath
+from services.engine.generic import GenericPath
+from services.engine.likeness import check_equal, check_paged
+from services.engine.native.build import NoKernels
+from services.engine.native.fused import FusedPath, NotFused
+from services.engine.native.library import Kernels, load_kernels
 from services.protocol.model_card import ModelCard
 
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
@@ -24,18 +30,24 @@ _UNSTEADY_ROPE = {
     "longrope",
 }  # rotate a token by the longest position of the batch, so chunking changes them
 _NEEDED = ("num_attention_heads", "num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings")
-_CHECK_TOKENS = 24
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}  # of the norm of the logits
+
+log = logging.getLogger("pdray.engine")
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run; `forward` is its only use."""
+    """A model ready to run: ``path.forward`` is its only use."""
 
     card: ModelCard
-    module: Any  # transformers' own class
     dtype: str
-    backend: AttentionBackend
+    path: ModelPath
+    attention: str  # the backend's name
+    note: str = ""  # why a faster path was not taken
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """A sequence's numbers do not depend on its neighbours, on chunks, or on cache hits."""
+        return isinstance(self.path, FusedPath)
 
 
 def check_config(config: Any, name: str) -> None:
@@ -67,15 +79,23 @@ def check_config(config: Any, name: str) -> None:
 
 
 def load_model(
-    folder: Path, *, dtype: str, backend: str = "auto", device: str = "cpu", trust_remote_code: bool = False
+    folder: Path,
+    *,
+    dtype: str,
+    backend: str = "auto",
+    kernels: str = "auto",
+    max_model_len: int = 0,
+    trust_remote_code: bool = False,
 ) -> LoadedModel:
-    """Load weights, put our attention in, and check it.
+    """Load weights, put our attention in, check it, and take the fastest path that gives the same numbers.
 
     Args:
         folder: a prepared one.
         dtype: of weights and KV, resolved.
+        kernels: ``auto``, ``off``, or a name of `services.engine.native.build.KINDS`.
+        max_model_len: longest sequence; 0: the model's own limit.
     Raises:
-        ConfigError: the folder is not prepared, the backend unknown, or the architecture is refused; says why.
+        ConfigError: the folder is not prepared, a setting cannot be met, or the architecture is refused; says why.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -84,11 +104,14 @@ def load_model(
     quiet_transformers()
     card = ModelCard.load(folder)
     check_config(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code), card.name)
+    native, note = _native(kernels)
     try:
-        made = attention.make_backend(backend)
+        made = attention.make_backend(backend, card, dtype, native)
     except KeyError:
         known = ", ".join(sorted(attention.BACKENDS))
         raise ConfigError(f"engine.attention must be auto or one of {known}, got {backend!r}") from None
+    except ValueError as exc:
+        raise ConfigError(f"engine.attention: {backend} cannot serve {card.name}: {exc}") from None
     attention.register()
     module: Any = AutoModelForCausalLM.from_pretrained(
         folder,
@@ -97,71 +120,29 @@ def load_model(
         local_files_only=True,
         trust_remote_code=trust_remote_code,
     )
-    module.to(torch.device(device)).eval().requires_grad_(False)
-    loaded = LoadedModel(card, module, dtype, made)
-    _check_attention(loaded)
-    return loaded
-
-
-def forward(loaded: LoadedModel, batch: PackedBatch, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run a packed batch.
-
-    Args:
-        rows: positions in the packed row whose logits are wanted; may be empty.
-    Returns:
-        logits [len(rows), vocab], and a bool for each token of the row: its last hidden state is finite.
-    """
-    finite: list[torch.Tensor] = []
-
-    def watch(_module: Any, _args: Any, output: Any) -> None:
-        finite.append(torch.isfinite(output[0][0].sum(-1)))
-
-    handle = loaded.module.base_model.register_forward_hook(watch)
+    module.eval().requires_grad_(False)
+    generic = GenericPath(module, made)
+    check_paged(card, generic)
+    loaded = LoadedModel(card, dtype, generic, made.name, note)
+    if native is None or backend not in ("auto", "native"):
+        return loaded
     try:
-        with torch.inference_mode():
-            output = loaded.module(
-                input_ids=batch.input_ids,
-                position_ids=batch.positions,
-                use_cache=False,
-                logits_to_keep=rows,
-                kv_batch=batch,
-            )
-    finally:
-        handle.remove()
-    return output.logits[0], finite[0]
+        positions = max_model_len or card.max_model_len
+        fused = FusedPath(native, module, generic.asked, positions, torch.get_num_threads())
+        check_equal(card, generic, fused)
+    except NotFused as exc:
+        return replace(loaded, note=str(exc))
+    return replace(loaded, path=fused)
 
 
-def _check_attention(loaded: LoadedModel) -> None:
-    """Compute a few tokens in two chunks over shuffled blocks and compare with transformers' eager attention."""
-    card, module = loaded.card, loaded.module
-    dtype, device = next(module.parameters()).dtype, next(module.parameters()).device
-    shape = (8, 2, card.num_kv_heads, 4, card.head_dim)
-    layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(card.num_layers)]
-    memory = PagedMemory.over(layers)
-    ids = [(7 * i + 3) % card.vocab_size for i in range(_CHECK_TOKENS)]
-    table, cut = [5, 2, 7, 0, 3, 6], _CHECK_TOKENS // 2 + 1
-    seen: list[int] = []
+def _native(kernels: str) -> tuple[Kernels | None, str]:
+    """The native kernels, or why there are none. A kind that was asked for by name must be there."""
+    if kernels == "off":
+        return None, "engine.kernels is off"
     try:
-        for start, stop in ((0, cut), (cut, _CHECK_TOKENS)):
-            span = Span(ids[start:stop], start, table)
-            logits, _ = forward(
-                loaded, pack(memory, loaded.backend, [span], seen.append), torch.tensor([stop - start - 1])
-            )
-    except UnsupportedAttention as exc:
-        raise ConfigError(f"model.path: {card.name} ({card.architecture}) cannot be served: {exc}") from None
-    if seen != [*range(card.num_layers)] * 2:
-        raise ConfigError(
-            f"model.path: {card.name} computes attention in layers {seen}, not once in each of its layers"
-        )
-    module.set_attn_implementation("eager")
-    try:
-        with torch.inference_mode():
-            expected = module(input_ids=torch.tensor([ids], device=device), use_cache=False, logits_to_keep=1).logits[0]
-    finally:
-        module.set_attn_implementation(attention.NAME)
-    error = float((logits.float() - expected.float()).norm() / expected.float().norm())
-    if not error < _TOLERANCE[dtype]:
-        raise ConfigError(
-            f"model.path: {card.name} ({card.architecture}) computes something else over paged memory: "
-            f"logits differ by {error:.2g} of their norm"
-        )
+        return load_kernels(kernels), ""
+    except NoKernels as exc:
+        if kernels != "auto":
+            raise ConfigError(f"engine.kernels: {exc}") from None
+        log.warning("without native kernels: %s", exc)
+        return None, str(exc)

@@ -1,6 +1,7 @@
 """What crosses the pipe between a worker's service process and its engine child.
 
-Each message is a frozen dataclass of this module, carried by `kvstore.wire.Codec`. Nothing else crosses.
+Each message is a dataclass of this module, carried by `kvstore.wire.Codec`; nothing else crosses. All are frozen but
+`SequenceOutput`: the step loop makes one for every token, and a frozen one takes four times as long to make.
 
     service ──► engine                              engine ──► service
     AddSequence     compute a prompt (and decode)   EngineReady      the model is loaded
@@ -18,6 +19,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvstore.wire import Codec
+from services.protocol.grammar import GrammarSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Penalties:
+    """What tokens lose for having come before; see `services.engine.penalties`."""
+
+    presence: float = 0.0  # once, if among the outputs
+    frequency: float = 0.0  # for each time among the outputs
+    repetition: float = 1.0  # a factor, if in the prompt or among the outputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,14 +41,21 @@ class Sampling:
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    min_p: float = 0.0  # tokens less likely than this share of the likeliest one never come
+    penalties: Penalties | None = None  # None: there are none
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what its logit gains)
+    logprobs: int = -1  # how many of the likeliest tokens to tell with each output; -1: no logprobs at all
+    prompt_logprobs: int = -1  # the same of each prompt token but the first
+    grammar: GrammarSpec | None = None  # what the answer must look like
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddSequence:
     """Compute ``prompt_ids``, and what of ``output_ids`` was sent before.
 
-    With ``hand_off`` stop after token 1 and hold the blocks until ReleaseSequence, also where token 1 or an error ends
-    it; else decode to the end.
+    With ``n`` the prompt is computed once, and so many answers are drawn; choice i of an answer depends on (seed, i)
+    alone. With ``hand_off`` stop after token 1 and hold the blocks until ReleaseSequence, also where token 1 or an
+    error ends it; else decode to the end.
     """
 
     seq_id: str  # unique in this process
@@ -49,6 +67,7 @@ class AddSequence:
     hand_off: bool = False
     priority: int = 0
     salt: str = ""
+    n: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,18 +80,23 @@ class ReserveSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartSequence:
-    """All blocks of a reserved sequence are verified: name them, and decode from the first token on."""
+    """All blocks of a reserved sequence are verified: name them, and decode each choice from its first token on."""
 
     seq_id: str
-    first_token: int
+    first_tokens: tuple[tuple[int, int], ...]  # (choice, token id) of those that go on; others are over
+    first_logprobs: tuple[tuple[int, TokenLogprobs], ...] = ()  # (choice, …), where they were asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AbortSequence:
-    """End a sequence in any state. With ``quarantine`` its blocks are not reused before Unquarantine."""
+    """End a sequence in any state. With ``quarantine`` its blocks are not reused before Unquarantine.
+
+    With a ``choice`` end that one alone, without an output; a hand-off holds all of them until it is released.
+    """
 
     seq_id: str
     quarantine: bool = False
+    choice: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +131,8 @@ class EngineReady:
     dtype: str
     vocab_size: int
     attention: str
+    path: str = ""  # how the model is computed: fused:…, generic:…
+    path_note: str = ""  # why not faster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,8 +159,19 @@ class PrefillStarted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """How likely the model found one token, before anything was done to its logits; natural logarithms."""
+
+    logprob: float
+    rank: int  # 1 = no other token was likelier
+    top_ids: tuple[int, ...] = ()  # the likeliest first
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
 class SequenceOutput:
-    """What one sequence produced in one step; an empty token list with a finish reason ends it without a token."""
+    """What one sequence produced in one step; an empty token list with a finish reason ends it without a token, and one
+    without a finish reason only brings logprobs of the prompt. Nobody changes it once it is sent."""
 
     seq_id: str
     position: int  # index of token_ids[0] among the output tokens
@@ -143,8 +180,12 @@ class SequenceOutput:
     error_code: str = ""
     error: str = ""
     cached_tokens: int = 0
+    choice: int = 0
     queue_ms: float = 0.0  # accepted by the engine .. first scheduled
     compute_ms: float = 0.0  # first scheduled .. this token
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of token_ids, where they were asked for
+    prompt_start: int = 0  # index of the prompt token that prompt_logprobs[0] is about
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +211,10 @@ class Stats:
     preemptions: int = 0
     prefill_tokens_per_s: float = 0.0  # EWMA
     step_ms: float = 0.0  # EWMA of steps that decode only
+    kv_unused_tokens: int = 0  # slots of running sequences' last blocks behind the last token
+    kv_unwritten_blocks: int = 0  # held for prompts or by reserves, and not written yet
+    output_mispredictions: int = 0  # sequences that outgrew what admission had set aside for them
+    admissions_held_back: int = 0  # sequences that the admission watermark alone has stopped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +232,7 @@ class Steps:
 
 CODEC = Codec(
     (
+        GrammarSpec, Penalties, TokenLogprobs,
         Sampling, AddSequence, ReserveSequence, StartSequence, AbortSequence, ReleaseSequence, Unquarantine, GetSteps,
         Stop, EngineReady, Reserved, ReserveRefused, PrefillStarted, SequenceOutput, Stats, StepDone, Steps,
     )

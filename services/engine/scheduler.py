@@ -6,29 +6,28 @@ A request is `num_computed_tokens` catching up with its tokens. A step:
     2  prefill chunks within what is left of the token budget, placing waiting sequences as their turn comes
     3  reserves of sequences that a peer will fill
 
-Order is priority (lower first), then arrival. A sequence that does not fit now lets later ones pass, `MAX_OVERTAKEN`
-times at most; one that was preempted lets none pass. A sequence is placed only if the pool takes all that it brings and
-one block more, so a started prefill never waits for blocks, and an open hand-off is never preempted.
+Who goes first is the policy's (`services.engine.policies`), who of the queue starts is `services.engine.placing`'s. A
+sequence is placed only if the pool takes all that it brings and one block more, so a started prefill never waits for
+blocks, and an open hand-off is never preempted. The first in order is never preempted for a block: it always goes on.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from kvstore.errors import OutOfBlocks
 from kvstore.pool import BlockPool
+from services.engine.admission import Admission
 from services.engine.budget import share_budget
 from services.engine.intake import Limits, check_sequence
 from services.engine.messages import AddSequence, ReserveSequence, SequenceOutput, StartSequence
+from services.engine.placing import Placing
 from services.engine.roster import Roster
+from services.engine.rules import DEFAULT_RULES, Rules
 from services.engine.sequence import Phase, Sequence, Work
 from services.protocol.errors import invalid
-
-MAX_OVERTAKEN = 32
-_LOOK_AHEAD = 32  # queued sequences looked at in a step
-_MAX_BLOCKED = 8  # of them that may turn out not to fit before the rest is left for the next step
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +45,23 @@ class Step:
 class Scheduler:
     """Decides; its `roster` keeps the books."""
 
-    def __init__(self, pool: BlockPool, limits: Limits, *, max_num_batched_tokens: int, max_num_seqs: int) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        limits: Limits,
+        *,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        rules: Rules = DEFAULT_RULES,
+    ) -> None:
         self.limits = limits
-        self.roster = Roster(pool, limits)
+        self.rules = rules
+        self.roster = Roster(pool, limits, rules)
+        self.admission = Admission(self.roster, rules)
+        self.placing = Placing(self.roster, self.admission, rules, max_num_seqs)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
+        self._steps_without_prompts = 0
         self._step = 0
         self._turns = 0
         self._paused = 0
@@ -67,29 +78,42 @@ class Scheduler:
             raise invalid("a reserved sequence cannot be handed off")
         self.roster.enroll(message.sequence, Phase.RESERVING)
 
-    def start(self, message: StartSequence) -> SequenceOutput | None:
-        """A peer's KV is verified: decode, with token 1 as the first output. None for a sequence not reserved here."""
+    def start(self, message: StartSequence) -> list[SequenceOutput]:
+        """A peer's KV is verified: decode, with token 1 of each choice as its first output. Choices without one are
+        over. Nothing happens to a sequence that is not reserved here."""
         seq = self.roster.sequences.get(message.seq_id)
         if seq is None or seq.phase is not Phase.RESERVED:
-            return None
+            return []
+        tokens = dict(message.first_tokens)
+        for choice in [c for c in seq.choices if c not in tokens]:
+            self.roster.drop(seq, choice)
+        if message.seq_id not in self.roster.sequences:
+            return []
         self.roster.begin(seq)
-        if not 0 <= message.first_token < self.limits.vocab_size:
-            return self.roster.fail(seq, f"token 1 has the id {message.first_token}, outside the vocabulary")
-        return self.roster.append(seq, message.first_token)
+        wrong = next((t for t in tokens.values() if not 0 <= t < self.limits.vocab_size), None)
+        if wrong is not None:
+            return [self.roster.fail(seq, f"token 1 has the id {wrong}, outside the vocabulary")]
+        return self._append(seq, tokens)
 
     def release(self, seq_id: str, *, quarantine: bool = False) -> None:
-        """Forget a sequence in any state, without an output. Unknown ones are ignored."""
-        seq = self.roster.sequences.get(seq_id)
-        if seq is not None:
+        """Forget a sequence in any state, and all its choices, without an output. Unknown ones are ignored."""
+        for seq in list(dict.fromkeys(self.roster.groups.get(seq_id, {}).values())):
             self.roster.release(seq, quarantine=quarantine)
 
     def abort(self, seq_id: str, *, quarantine: bool = False) -> SequenceOutput | None:
         """`release`, and the output that ends the sequence; None for an unknown one."""
-        seq = self.roster.sequences.get(seq_id)
-        if seq is None:
+        group = self.roster.groups.get(seq_id)
+        if group is None:
             return None
-        self.roster.release(seq, quarantine=quarantine)
-        return SequenceOutput(seq_id=seq_id, position=seq.num_outputs, token_ids=(), finish_reason="abort")
+        position = next(iter(group.values())).num_outputs
+        self.release(seq_id, quarantine=quarantine)
+        return SequenceOutput(seq_id=seq_id, position=position, token_ids=(), finish_reason="abort")
+
+    def drop(self, seq_id: str, choice: int) -> None:
+        """One choice is not wanted any more; unknown ones are ignored."""
+        seq = self.roster.groups.get(seq_id, {}).get(choice)
+        if seq is not None:
+            self.roster.drop(seq, choice)
 
     @property
     def num_running(self) -> int:
@@ -107,10 +131,9 @@ class Scheduler:
         self._step += 1
         preemptions = self.roster.preemptions
         waiting: Counter[str] = Counter()
-        decodes = self._decodes(waiting)
-        prefills, started = self._prefills(decodes, waiting)
-        reserved = self._reserves(waiting)
-        work = (*decodes.values(), *prefills)
+        self.roster.age()
+        work, started = self._work(waiting)
+        reserved = self.placing.reserves(waiting)
         for item in work:
             self._turns += 1
             item.sequence.last_turn = self._turns
@@ -120,36 +143,62 @@ class Scheduler:
         """Take in what the step computed.
 
         Args:
-            tokens: the sampled token of each sequence whose work `samples`.
+            tokens: what was sampled, by the keys that the step's works `draws`.
             failures: sequences that cannot go on, and why; nothing of this step gets a name for them.
         """
         outputs = []
+        self.roster.clock += sum([work.count for work in step.work])
         for work in step.work:
             seq = work.sequence
             if seq.seq_id in failures:
                 outputs.append(self.roster.fail(seq, failures[seq.seq_id]))
                 continue
-            samples = work.samples
-            seq.num_computed_tokens = work.stop
-            seq.num_known_tokens = max(seq.num_known_tokens, work.stop)
+            draws, stop = work.draws, work.start + work.count
+            seq.num_computed_tokens = stop
+            seq.num_known_tokens = max(seq.num_known_tokens, stop)
             self.roster.name_blocks(seq)
-            if samples:
-                outputs.append(self.roster.append(seq, tokens[seq.seq_id]))
+            if draws:
+                outputs += self._append(seq, {choice: tokens[key] for key, choice in draws})
+        return outputs
+
+    def _append(self, seq: Sequence, tokens: Mapping[int, int]) -> list[SequenceOutput]:
+        seq.waits_since = self.roster.clock
+        outputs = self.roster.append(seq, tokens)
+        for output in outputs:
+            if output.finish_reason and not seq.hand_off:
+                self.admission.ended(seq, output.position + 1)
         return outputs
 
     def _check(self, message: AddSequence) -> None:
-        if message.seq_id in self.roster.sequences:
+        if message.seq_id in self.roster.groups:
             raise invalid(f"sequence {message.seq_id} is here already")
         check_sequence(message, self.limits)
+
+    def _work(self, waiting: Counter[str]) -> tuple[tuple[Work, ...], tuple[Sequence, ...]]:
+        """What to compute, decodes first, and the sequences placed for the first time."""
+        decoding = any(s.num_missing_tokens == 1 for s in self.roster.running.values())
+        prompts_may = not decoding or self._is_turn_of_prompts()
+        if prompts_may and decoding and not self.rules.mixed_batches:
+            prefills, started = self._prefills({}, waiting)
+            if prefills:
+                self._steps_without_prompts = 0
+                return tuple(prefills), started
+            prompts_may = False
+        decodes = self._decodes(waiting)
+        prefills, started = self._prefills(decodes, waiting) if prompts_may or not decodes else ([], ())
+        self._steps_without_prompts = 0 if prefills else self._steps_without_prompts + 1
+        return (*decodes.values(), *prefills), started
 
     # -- decodes -------------------------------------------------------------------------------------------------------
 
     def _decodes(self, waiting: Counter[str]) -> dict[str, Work]:
         """One token for each sequence that lacks one; those left out longest go first among equal priorities."""
         self._paused = 0
-        active = sorted(self.roster.running.values(), key=lambda s: s.order)[: self.max_num_seqs]
+        active: Collection[Sequence] = self.roster.running.values()
+        if len(active) > self.max_num_seqs:
+            active = sorted(active, key=lambda s: s.order)[: self.max_num_seqs]
         ready = [s for s in active if s.num_missing_tokens == 1]
-        ready.sort(key=lambda s: (s.priority, s.last_turn, s.arrival))
+        ready.sort(key=lambda s: (s.order[:2], s.last_turn, s.arrival))
         work: dict[str, Work] = {}
         for seq in ready:
             if len(work) >= self.max_num_batched_tokens:
@@ -170,6 +219,7 @@ class Scheduler:
         while seq.num_computed_tokens >= len(seq.block_ids) * self.limits.block_size:
             try:
                 seq.block_ids += roster.pool.extend(seq.seq_id)
+                self.admission.grown(seq)
             except OutOfBlocks:
                 victims = [s for s in roster.running.values() if not s.hand_off]
                 victim = max(victims, key=lambda s: s.order)
@@ -183,97 +233,40 @@ class Scheduler:
 
     # -- prefills ------------------------------------------------------------------------------------------------------
 
-    def _prefills(self, decodes: Mapping[str, Work], waiting: Counter[str]) -> tuple[list[Work], tuple[Sequence, ...]]:
-        """Chunks, and the sequences placed for the first time."""
-        budget = self.max_num_batched_tokens - len(decodes)
-        slots = self.max_num_seqs - len(decodes)
-        candidates, wants = self._candidates(slots, waiting)
-        started: list[Sequence] = []
+    def _prefills(self, decodes: dict[str, Work], waiting: Counter[str]) -> tuple[list[Work], tuple[Sequence, ...]]:
+        """Chunks, and the sequences placed for the first time. Decodes that are preempted for one are taken out."""
+        preemptions = self.roster.preemptions
+        started = self.placing.claim()
+        if self.roster.preemptions != preemptions:
+            for seq_id in [k for k, work in decodes.items() if work.sequence.phase is not Phase.RUNNING]:
+                del decodes[seq_id]
+        last_tokens = [Work(s, s.num_computed_tokens, 1) for s in started if s.num_missing_tokens == 1]
+        num_decodes = len(decodes) + len(last_tokens)
+        budget = self.max_num_batched_tokens - num_decodes
+        slots = self.max_num_seqs - num_decodes
+        candidates, wants = self.placing.candidates(slots, waiting)
         blocked: list[Sequence] = []
         while True:
             chosen = candidates[:slots]
-            grants = share_budget([wants[s.seq_id] for s in chosen], budget)
+            is_alone = num_decodes + len(chosen) == 1
+            longest = 0 if is_alone else self.rules.long_prefill_threshold_tokens
+            grants = share_budget([wants[s.seq_id] for s in chosen], budget, longest)
             given = [(s, tokens) for s, tokens in zip(chosen, grants, strict=True) if tokens]
             turn = next((s for s, _ in given if s.phase is Phase.WAITING), None)
             if turn is None:
                 break
             is_new = not turn.was_placed
-            if self._place(turn, blocked, waiting):
+            if self.placing.place(turn, blocked, waiting):
                 wants[turn.seq_id] = turn.num_missing_tokens
                 started += [turn] if is_new else []
                 continue
-            rest = candidates[candidates.index(turn) + 1 :]
-            if _is_barrier(turn) or len(blocked) >= _MAX_BLOCKED:
-                rest = [s for s in rest if s.phase is Phase.RUNNING]
-            candidates[candidates.index(turn) :] = rest
-        return [Work(s, s.num_computed_tokens, tokens) for s, tokens in given], tuple(started)
+            at = candidates.index(turn)
+            candidates[at:] = self.placing.rest(turn, candidates[at + 1 :], blocked)
+        return [*last_tokens, *(Work(s, s.num_computed_tokens, tokens) for s, tokens in given)], tuple(started)
 
-    def _candidates(self, slots: int, waiting: Counter[str]) -> tuple[list[Sequence], dict[str, int]]:
-        """Unfinished prompts in order, running and queued, and the tokens each one wants.
-
-        A queued one whose prefix is being computed for another is left for later: it will find the blocks.
-        """
-        roster = self.roster
-        found = sorted((s for s in roster.running.values() if s.num_missing_tokens > 1), key=lambda s: s.order)[:slots]
-        wants = {s.seq_id: s.num_missing_tokens for s in found}
-        if len(roster.running) >= self.max_num_seqs:
-            waiting["sequence slots"] += len(roster.queue)
-            return found, wants
-        coming = {name: s for s in reversed(found) for name in s.names[s.num_named_blocks :]}
-        for seq in roster.queue[:_LOOK_AHEAD]:
-            if seq.phase is not Phase.WAITING:
-                continue
-            names = roster.reusable_names(seq)
-            hits = roster.pool.lookup(names)
-            ahead = coming.get(names[hits]) if hits + 1 < len(names) else None
-            if ahead is not None and ahead.order < seq.order:
-                waiting["prefix being computed"] += 1
-                continue
-            wants[seq.seq_id] = seq.num_tokens - hits * self.limits.block_size
-            found.append(seq)
-            if roster.fits(seq):
-                coming.update({name: seq for name in names[hits:] if name not in coming})
-        found.sort(key=lambda s: s.order)
-        return found, wants
-
-    def _place(self, seq: Sequence, blocked: list[Sequence], waiting: Counter[str]) -> bool:
-        """Place a queued sequence if it may be now; else it is blocked, and later ones count as passing it."""
-        roster = self.roster
-        if seq.hand_off and roster.held_blocks * 2 >= self.limits.num_blocks:
-            reason = "hand-offs hold half the pool"
-        elif seq.phase is Phase.WAITING and len(roster.running) >= self.max_num_seqs:
-            reason = "sequence slots"
-        elif not roster.fits(seq):
-            reason = "blocks"
-        else:
-            roster.place(seq)
-            for other in blocked:
-                other.num_overtaken += 1
-            return True
-        waiting[reason] += 1
-        blocked.append(seq)
-        return False
-
-    # -- reserves ------------------------------------------------------------------------------------------------------
-
-    def _reserves(self, waiting: Counter[str]) -> tuple[Sequence, ...]:
-        """Give blocks to sequences that a peer will fill; twice as many as may run at once, so that slots stay full."""
-        roster = self.roster
-        placed: list[Sequence] = []
-        blocked: list[Sequence] = []
-        for seq in roster.queue[:_LOOK_AHEAD]:
-            if seq.phase is Phase.WAITING:
-                if seq.was_placed:
-                    break  # it was preempted, and gets its blocks back first
-            elif len(roster.running) + roster.num_reserved >= 2 * self.max_num_seqs:
-                waiting["sequence slots"] += 1
-            elif len(blocked) < _MAX_BLOCKED and not any(_is_barrier(s) for s in blocked):
-                placed += [seq] if self._place(seq, blocked, waiting) else []
-            else:
-                waiting["blocks"] += 1
-        return tuple(placed)
-
-
-def _is_barrier(seq: Sequence) -> bool:
-    """Later sequences may no longer pass it."""
-    return seq.was_placed or seq.num_overtaken >= MAX_OVERTAKEN
+    def _is_turn_of_prompts(self) -> bool:
+        """Whether this step may compute prompts, or decodes alone have it."""
+        interval = self.rules.prefill_interval_steps
+        if not self.rules.mixed_batches:
+            interval = max(2, interval)
+        return self._steps_without_prompts >= interval - 1

@@ -6,11 +6,13 @@
                                          └─ token 1 of a hand-off ──► HELD ── release ──► gone
 
 Any state ends by an abort. WAITING and RESERVING hold no blocks, all others do.
+
+A request for n choices is one sequence up to token 1, and n sequences over the same blocks from then on.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from services.engine.messages import AddSequence, Sampling
@@ -38,6 +40,8 @@ class Sequence:
     """Owned by the scheduler; others read it. ``token_ids`` is the prompt and all outputs."""
 
     seq_id: str
+    group_id: str  # of the message that it came with; the seq_id of its first choice
+    choices: tuple[int, ...]  # that it is computed for: of the whole group up to token 1, then one
     token_ids: list[int]
     num_prompt_tokens: int
     num_given_tokens: int  # prompt, and outputs that came with the request
@@ -56,12 +60,26 @@ class Sequence:
     was_placed: bool = False
     num_overtaken: int = 0  # placements of later ones while this one did not fit
     last_turn: int = 0  # when it was last computed, counted in works
+    rank: int = 0  # what the policy puts before arrival in `order`
+    waits_since: int = 0  # tokens computed by the engine when it came or gave its last token
+    is_aged: bool = False  # has waited for the ageing bound, and goes first from then on
+    has_claimed: bool = False  # has had its one chance to preempt others in order to start
+    was_held_back: bool = False  # would have fitted but for the admission watermark
+    expected_blocks: int = 0  # that admission counts on for it, output included; 0: it has no reservation
+    num_hit_blocks: int = 0  # found in the prefix cache when last looked up
+    order: tuple[bool, int, int] = field(init=False)
+    """Lower goes first, and is preempted last: aged ones, then by rank, then by arrival."""
+
+    def __post_init__(self) -> None:
+        self.order = (not self.is_aged, 0 if self.is_aged else self.rank, self.arrival)
 
     @classmethod
-    def of(cls, message: AddSequence, arrival: int, phase: Phase) -> Sequence:
+    def of(cls, message: AddSequence, arrival: int, phase: Phase, rank: int = 0) -> Sequence:
         given = [*message.prompt_ids, *message.output_ids]
         return cls(
             seq_id=message.seq_id,
+            group_id=message.seq_id,
+            choices=tuple(range(message.n)),
             token_ids=given,
             num_prompt_tokens=len(message.prompt_ids),
             num_given_tokens=len(given),
@@ -72,7 +90,28 @@ class Sequence:
             arrival=arrival,
             hand_off=message.hand_off,
             phase=phase,
+            rank=rank,
         )
+
+    def fork(self, choice: int) -> Sequence:
+        """The same tokens for one more choice, WAITING and without blocks; its place is right behind this one."""
+        return replace(
+            self,
+            seq_id=_key(self.group_id, choice),
+            choices=(choice,),
+            token_ids=list(self.token_ids),
+            names=list(self.names),
+            arrival=self.arrival + choice,
+            phase=Phase.WAITING,
+            num_computed_tokens=0,
+            block_ids=[],
+            num_named_blocks=0,
+        )
+
+    @property
+    def choice(self) -> int:
+        """The first of its choices."""
+        return self.choices[0]
 
     @property
     def num_tokens(self) -> int:
@@ -87,10 +126,10 @@ class Sequence:
         """Tokens to compute before the next one can be sampled."""
         return len(self.token_ids) - self.num_computed_tokens
 
-    @property
-    def order(self) -> tuple[int, int]:
-        """Lower goes first, and is preempted last."""
-        return self.priority, self.arrival
+    def age(self) -> None:
+        """It has waited for the ageing bound. It stays aged, so that it is not stopped again before it ends."""
+        self.is_aged = True
+        self.order = (False, 0, self.arrival)
 
     def advance(self, phase: Phase) -> None:
         assert phase in LEGAL[self.phase], f"{self.seq_id}: {self.phase} to {phase}"
@@ -115,5 +154,19 @@ class Work:
         return self.stop == self.sequence.num_tokens
 
     @property
+    def draws(self) -> list[tuple[str, int]]:
+        """(key, choice) of each token that comes out of this step; the key of a sequence's first choice is its id."""
+        seq = self.sequence
+        if self.start + self.count != len(seq.token_ids):
+            return []
+        if len(seq.choices) == 1:
+            return [(seq.seq_id, seq.choices[0])]
+        return [(seq.seq_id, seq.choice), *((_key(seq.group_id, c), c) for c in seq.choices[1:])]
+
+    @property
     def is_decode(self) -> bool:
         return self.count == 1 and self.start >= self.sequence.num_given_tokens
+
+
+def _key(group_id: str, choice: int) -> str:
+    return f"{group_id}#{choice}"

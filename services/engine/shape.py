@@ -59,7 +59,7 @@ def kv_geometry(card: ModelCard, engine: EngineConfig, dtype: str) -> KVGeometry
         dtype=dtype,
     )
     block_bytes = group.block_bytes * group.num_layers
-    num_blocks = engine.num_blocks or engine.kv_memory_bytes // block_bytes
+    num_blocks = engine.num_blocks or group.blocks_within(engine.kv_memory_bytes)
     if num_blocks < 1:
         raise ConfigError(
             f"engine.kv_memory_bytes is {engine.kv_memory_bytes}, but one block takes {block_bytes} bytes"

@@ -1,6 +1,6 @@
 """One ticket on its way: reserve, push, commit.
 
-Each wait also ends when token 1 ends the request (then there is nothing to hand over), when the ticket is lost
+Each wait also ends when token 1 ends every choice (then there is nothing to hand over), when the ticket is lost
 (TicketLost), and with the request's budget, which the caller keeps.
 """
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class _Ended(Exception):
-    """Token 1 ended the request."""
+    """Token 1 ended every choice."""
 
 
 class Push:
@@ -44,14 +44,14 @@ class Push:
             grant = await self._unless_ended(self._reserve())
             self._open(grant)
             pushed = await self._unless_ended(self._pushed())
-            first_token = await self._unless_ended(asyncio.shield(self._handoff.first_token))
+            await self._unless_ended(self._handoff.drawn.wait())
         except _Ended:
             return False
-        bad = await self._commit(first_token, pushed)
+        bad = await self._commit(pushed)
         if bad:
             self._ticket.move(HandoffState.RECEIVING, bad_extents=len(bad))
             self._core.send_transfer(t.Resend(ticket_id=self._ticket.ticket_id, extents=bad))
-            if await self._commit(first_token, await self._pushed()):
+            if await self._commit(await self._pushed()):
                 raise lost("extents arrived with a wrong digest twice")
         return True
 
@@ -127,7 +127,7 @@ class Push:
         )
         return message
 
-    async def _commit(self, first_token: int, pushed: t.Pushed) -> tuple[t.Extent, ...]:
+    async def _commit(self, pushed: t.Pushed) -> tuple[t.Extent, ...]:
         """Extents that the reader found bad; none: it is committed. Raises TicketLost."""
         ticket, handoff = self._ticket, self._handoff
         ticket.move(HandoffState.VERIFYING)
@@ -136,7 +136,14 @@ class Push:
                 ticket_id=ticket.ticket_id,
                 request_id=handoff.live.request.request_id,
                 attempt=ticket.attempt,
-                first_token=first_token,
+                first_tokens=[
+                    worker_pb2.FirstToken(
+                        choice=choice,
+                        token_id=handoff.first_tokens[choice],
+                        logprobs=handoff.first_logprobs.get(choice),
+                    )
+                    for choice in sorted(handoff.live.open_choices)
+                ],
                 extents=[
                     worker_pb2.Extent(layer=e.layer, block=e.block, count=e.count, digest=e.digest)
                     for e in pushed.extents

@@ -68,8 +68,10 @@ class Handoff:
     attempt: int
     block_ids: tuple[int, ...] = ()
     cached_tokens: int = 0
-    first_token: asyncio.Future[int] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    ended: asyncio.Event = field(default_factory=asyncio.Event)  # token 1 ended the request: nothing to hand over
+    first_tokens: dict[int, int] = field(default_factory=dict)  # choice -> its token 1
+    first_logprobs: dict[int, worker_pb2.TokenLogprobs] = field(default_factory=dict)  # where they were asked for
+    drawn: asyncio.Event = field(default_factory=asyncio.Event)  # all of them are there, and some choice goes on
+    ended: asyncio.Event = field(default_factory=asyncio.Event)  # token 1 ended every choice: nothing to hand over
     retarget: asyncio.Queue[worker_pb2.RetargetRequest] = field(default_factory=asyncio.Queue)
     ticket: Ticket | None = None
     task: asyncio.Task[None] | None = None

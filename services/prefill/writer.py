@@ -23,10 +23,11 @@ from services.prefill.ticket import Handoff, Ticket, TicketLost
 from services.protocol.errors import ErrorCode, RequestError
 from services.protocol.handoff import HandoffState
 from services.protocol.proto import worker_pb2
-from services.worker.core import WorkerCore, to_error, to_sequence
+from services.worker.core import WorkerCore
 from services.worker.live import LiveRequest
 from services.worker.peers import Peers
 from services.worker.role import Role
+from services.worker.translate import to_error, to_logprobs, to_sequence
 
 RETARGET_WAIT_S = 10.0
 """How long computed KV is kept for a router that may name another reader."""
@@ -89,19 +90,23 @@ class Writer(Role):
         if handoff is None:
             return True
         now = self._core.clock()
-        live.first_output_s = now
+        if output.prompt_logprobs:
+            self._core.emit_tokens(live, output, None)
+            return False
+        is_first = not handoff.first_tokens
+        live.first_output_s = live.first_output_s or now
         total_ms = (now - live.accepted_s) * 1000
         compute_ms = min(output.compute_ms, total_ms)
         times = worker_pb2.StageTimes(queue_ms=total_ms - compute_ms, compute_ms=compute_ms)
         handoff.cached_tokens = output.cached_tokens
         self._core.emit_tokens(live, output, times)
-        self._core.emit_event(live, "prefill_done", cached_tokens=output.cached_tokens)
-        if output.finish_reason:
-            handoff.ended.set()
-            return False  # `_run` closes it, after its ticket
-        if not handoff.first_token.done():
-            handoff.first_token.set_result(output.token_ids[0])
-        return False
+        if is_first:
+            self._core.emit_event(live, "prefill_done", cached_tokens=output.cached_tokens)
+        handoff.first_tokens.update((output.choice, token_id) for token_id in output.token_ids)
+        handoff.first_logprobs.update((output.choice, to_logprobs(told)) for told in output.logprobs)
+        if len(handoff.first_tokens) == live.num_choices:
+            (handoff.drawn if live.open_choices else handoff.ended).set()
+        return False  # `_run` closes it, after its ticket
 
     def on_transfer(self, message: Any) -> None:
         if isinstance(message, t.Pushed | t.PushFailed):
@@ -126,12 +131,12 @@ class Writer(Role):
                 ticket.closed.set_result(False)
         error = RequestError(ErrorCode.TRANSFER_FAILED, "the transfer process ended while the prompt was computed")
         for handoff in list(self._handoffs.values()):
-            if handoff.block_ids and not handoff.first_token.done() and not handoff.ended.is_set():
+            if handoff.block_ids and not handoff.drawn.is_set() and not handoff.ended.is_set():
                 self._core.spawn(self._core.fail(handoff.live, error), "fail")
 
     def on_transfer_restarted(self) -> None:
         for seq_id, handoff in self._handoffs.items():
-            if handoff.first_token.done():
+            if handoff.drawn.is_set():
                 blocks = handoff.block_ids
                 self._core.send_transfer(t.OpenSource(seq_id=seq_id, block_ids=blocks, ready_blocks=len(blocks)))
 

@@ -9,8 +9,8 @@ Leaving the loop early, or closing the iterator, cancels the call and frees the 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
@@ -39,6 +39,29 @@ class Sampling:
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    n: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    json: str | None = None  # a JSON schema that the answer follows; of these five fields one at most
+    json_object: bool = False
+    regex: str | None = None
+    choice: Sequence[str] = ()
+    grammar: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How likely the model found one token; natural logarithms."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 = no other token was likelier
+    top: tuple[tuple[int, float], ...]  # (token id, logprob), the likeliest first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +75,16 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """What is new. Only the last piece has a finish_reason and the usage."""
+    """What is new of one choice. Only the last piece of each has a finish_reason, and the very last one the usage."""
 
     request_id: str
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str = ""
     usage: Usage | None = None
+    choice: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of token_ids, where they were asked for
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # from the second prompt token on; in the first piece
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +207,15 @@ def _request(prompt: str | Sequence[int], sampling: Sampling, options: CallOptio
         stop=sampling.stop,
         stop_token_ids=sampling.stop_token_ids,
         ignore_eos=sampling.ignore_eos,
+        min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=dict(sampling.logit_bias),
+        logprobs=sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
+        structured_outputs=_structured(sampling),
+        n=sampling.n,
     )
     request = inference_pb2.GenerateRequest(
         model=options.model,
@@ -193,6 +228,26 @@ def _request(prompt: str | Sequence[int], sampling: Sampling, options: CallOptio
     else:
         request.token_ids.ids.extend(prompt)
     return request
+
+
+def _structured(sampling: Sampling) -> inference_pb2.StructuredOutputs | None:
+    asked: dict[str, Any] = {
+        "json": sampling.json,
+        "json_object": sampling.json_object or None,
+        "regex": sampling.regex,
+        "choice": inference_pb2.Texts(texts=sampling.choice) if sampling.choice else None,
+        "grammar": sampling.grammar,
+    }
+    asked = {name: value for name, value in asked.items() if value is not None}
+    if len(asked) > 1:
+        raise TypeError(f"give one of {', '.join(sorted(asked))}")
+    return inference_pb2.StructuredOutputs(**asked) if asked else None
+
+
+def _logprobs(told: Iterable[inference_pb2.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+    return tuple(
+        TokenLogprobs(x.token_id, x.logprob, x.rank, tuple(zip(x.top_ids, x.top_logprobs, strict=True))) for x in told
+    )
 
 
 def _piece(message: inference_pb2.GenerateResponse) -> Piece:
@@ -209,6 +264,9 @@ def _piece(message: inference_pb2.GenerateResponse) -> Piece:
         token_ids=tuple(message.token_ids),
         finish_reason=message.finish_reason,
         usage=usage,
+        choice=message.choice,
+        logprobs=_logprobs(message.logprobs),
+        prompt_logprobs=_logprobs(message.prompt_logprobs),
     )
 
 

@@ -12,12 +12,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from services.protocol.errors import ErrorCode, RequestError
 from services.router.detokenize import Detokenizer
+from services.router.logprobs import Told
 from services.router.stops import StopMatcher
-from services.router.types import FIRST_BYTE, RouterRequest, TimelineMarks, TokenEvent, TokenFlow
+from services.router.types import FIRST_BYTE, RouterRequest, TimelineMarks, TokenEvent, TokenFlow, TokenLogprobs
 
 OK = "ok"
 CANCELLED = "cancelled"
@@ -25,15 +27,18 @@ CANCELLED = "cancelled"
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What is new: text that can go out, and every id counted. Only the last one of an answer has a finish_reason."""
+    """What is new: text that can go out, and every id counted. Only the last one of a choice has a finish_reason."""
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str = ""  # "" | stop | length
+    choice: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of token_ids, where they were asked for
+    told: tuple[Told, ...] = ()  # the same with the place in the text; end tokens are left out
 
 
 class AnswerText:
-    """Turns ids into text; pure but for its own state."""
+    """Turns the ids of one choice into text; pure but for its own state."""
 
     def __init__(
         self, detokenizer: Detokenizer, stops: Sequence[str], min_tokens: int, end_ids: frozenset[int]
@@ -44,38 +49,57 @@ class AnswerText:
         self._min_tokens = min_tokens
         self._end_ids = end_ids
         self.completion_tokens = 0
+        self._chars = 0  # of the text so far, held back or not
 
     def push(self, event: TokenEvent) -> Delta:
-        """The event as text. A stop string ends the answer here; ids of the event past it are not counted."""
+        """The event as text. A stop string ends the choice here; ids of the event past it are not counted."""
         out: list[str] = []
+        told: list[Told] = []
         for taken, token_id in enumerate(event.token_ids, 1):
             self.completion_tokens += 1
-            text = "" if token_id in self._end_ids else self._detokenizer.push(token_id)
+            is_end = token_id in self._end_ids
+            if event.logprobs and not is_end:
+                told.append(Told(token_id, self._chars, event.logprobs[taken - 1]))
+            text = "" if is_end else self._detokenizer.push(token_id)
+            self._chars += len(text)
             out.append(self._searched(text))
             if self._matcher.matched is not None:
-                return Delta("".join(out), event.token_ids[:taken], "stop")
+                return Delta(
+                    "".join(out), event.token_ids[:taken], "stop", event.choice, event.logprobs[:taken], tuple(told)
+                )
         if not event.finish_reason:
-            return Delta("".join(out), event.token_ids)
+            return Delta("".join(out), event.token_ids, "", event.choice, event.logprobs, tuple(told))
         out.append(self._searched(self._detokenizer.flush()))
         out.append(self._matcher.flush())
-        return Delta("".join(out), event.token_ids, "stop" if self._matcher.matched else event.finish_reason)
+        reason = "stop" if self._matcher.matched else event.finish_reason
+        return Delta("".join(out), event.token_ids, reason, event.choice, event.logprobs, tuple(told))
 
     def _searched(self, text: str) -> str:
         return text if self.completion_tokens <= self._min_tokens else self._matcher.push(text)
 
 
 class Answer:
-    """One sequence of a request. Whoever holds it ends it with `close`, after the last byte is out."""
+    """What one prompt is answered with, in one choice or several. Whoever holds it ends it with `close`, after the last
+    byte is out."""
 
     def __init__(
-        self, index: int, flow: TokenFlow, request: RouterRequest, text: AnswerText, timeline: TimelineMarks
+        self,
+        index: int,
+        flow: TokenFlow,
+        request: RouterRequest,
+        texts: Sequence[AnswerText],
+        timeline: TimelineMarks,
     ) -> None:
-        self.index = index
+        """``texts``: one for each choice."""
+        self.index = index  # of the prompt
         self.request = request
         self.echoed = ""  # text of the prompt, where the answer begins with it
+        self.echoed_chars: tuple[int, ...] = ()  # of each of its tokens, where their logprobs are told
         self.cached_tokens = 0
+        self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # from the second token on, where they were asked for
         self._flow = flow
-        self._text = text
+        self._texts = texts
+        self._open = set(range(len(texts)))
         self._timeline = timeline
         self._outcome = CANCELLED
 
@@ -85,28 +109,45 @@ class Answer:
 
     @property
     def completion_tokens(self) -> int:
-        return self._text.completion_tokens
+        """Of all choices."""
+        return sum(text.completion_tokens for text in self._texts)
+
+    @property
+    def num_choices(self) -> int:
+        return len(self._texts)
+
+    @property
+    def is_complete(self) -> bool:
+        """The end of every choice has been given out."""
+        return not self._open
+
+    def index_of(self, delta: Delta) -> int:
+        """Of its choice among those of all prompts."""
+        return self.index * self.num_choices + delta.choice
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
-        """The answer as it comes; at least one delta, which may be empty.
+        """The answer as it comes; of each choice at least one delta, which may be empty.
 
         Raises:
             RequestError: before the first delta or later; nothing follows.
         """
-        if self.request.sampling.max_tokens == 0:  # echo alone: nothing to compute
+        if self.request.sampling.max_tokens == 0:  # echo alone: nothing to compute, but logprobs of the prompt
+            if self.request.sampling.shaping.prompt_tops is not None:
+                await self._tell_prompt()
             self._outcome = OK
-            yield Delta("", (), "length")
+            for choice in sorted(self._open):
+                self._open.discard(choice)
+                yield Delta("", (), "length", choice)
             return
         self._outcome = str(ErrorCode.INTERNAL)  # until it is known better
         try:
             async with aclosing(self._flow.stream(self.request)) as events:
                 async for event in events:
-                    delta = self._text.push(event)
-                    self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
-                    if delta.finish_reason:
-                        self._outcome = OK
+                    if event.choice not in self._open:
+                        continue
+                    delta = self._take(event)
                     yield delta
-                    if delta.finish_reason and not event.finish_reason:
+                    if self.is_complete and not event.finish_reason:
                         return  # a stop string: closing the stream tells the workers
             if self._outcome != OK:
                 raise RequestError(ErrorCode.INTERNAL, "the answer ended without a finish reason")
@@ -117,6 +158,35 @@ class Answer:
             if self._outcome != OK:
                 self._outcome = CANCELLED
             raise
+
+    async def _tell_prompt(self) -> None:
+        """Compute the prompt for its logprobs alone; the token that comes with them is dropped."""
+        sampling = replace(self.request.sampling, max_tokens=1, min_tokens=0)
+        async with aclosing(self._flow.stream(replace(self.request, sampling=sampling, n=1))) as events:
+            async for event in events:
+                self.prompt_logprobs = self.prompt_logprobs or event.prompt_logprobs
+                self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
+
+    def told_prompt(self) -> tuple[Told, ...]:
+        """The prompt's tokens as an answer that begins with them tells them; known once the first delta is here."""
+        if self.request.sampling.shaping.echo_logprobs is None:
+            return ()
+        offsets = accumulate(self.echoed_chars, initial=-len(self.echoed))
+        told = zip(self.request.prompt_ids, offsets, (None, *self.prompt_logprobs), strict=False)
+        return tuple(Told(*x) for x in told)
+
+    def _take(self, event: TokenEvent) -> Delta:
+        """A choice that ends with a stop string is not computed further; the others go on."""
+        delta = self._texts[event.choice].push(event)
+        self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
+        self.prompt_logprobs = self.prompt_logprobs or event.prompt_logprobs
+        if delta.finish_reason:
+            self._open.discard(event.choice)
+            if self.is_complete:
+                self._outcome = OK
+            elif not event.finish_reason:
+                self._flow.end_choice(self.request.request_id, event.choice)
+        return delta
 
     def first_byte(self) -> None:
         """The first token is with the client's socket."""

@@ -20,6 +20,7 @@ class Booking:
     prefill_tokens: int  # to be computed: prompt without cached blocks
     decode_id: str  # the mixed worker again where one worker does all
     decode_blocks: int  # to be held beyond what is cached there
+    sequences: int = 1  # choices that will decode there
 
 
 @dataclass(slots=True)
@@ -56,8 +57,8 @@ class Bookings:
         p.outstanding_tokens += booking.prefill_tokens
         p.added_tokens += booking.prefill_tokens
         d = self._account(booking.decode_id, request_id)
-        d.sequences += 1
-        d.added_sequences += 1
+        d.sequences += booking.sequences
+        d.added_sequences += booking.sequences
         d.added_blocks += booking.decode_blocks
 
     def prefill_done(self, request_id: str) -> None:
@@ -77,8 +78,8 @@ class Bookings:
         if booking is None:
             return
         account = self._accounts[booking.decode_id]
-        account.sequences -= 1
-        account.done_sequences += 1
+        account.sequences -= booking.sequences
+        account.done_sequences += booking.sequences
         for worker_id in {booking.prefill_id, booking.decode_id}:
             self._forget(worker_id, request_id)
 

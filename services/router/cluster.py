@@ -17,6 +17,8 @@ COUNTER_FIELDS = (
     "decode_tokens_forwarded",
     "tokens_recomputed",
     "preemptions",
+    "output_mispredictions",
+    "admissions_held_back",
 )
 
 
@@ -44,6 +46,8 @@ def _worker(e: WorkerEntry) -> dict[str, Any]:
         "step": load.step,
         "step_ms": load.step_ms,
         "prefill_tokens_per_s": load.prefill_tokens_per_s,
+        "kv_unused_tokens": load.kv_unused_tokens,
+        "kv_unwritten_blocks": load.kv_unwritten_blocks,
         "blocks": {name: getattr(load, f"blocks_{name}") for name in BLOCK_FIELDS},
         "known_blocks": len(e.residency),
     }

@@ -192,5 +192,5 @@ class RouterCore:
         m.e2e_s.observe(e2e_ms / 1000)
         parts = ttft_parts(timeline.points(), timeline.first_stages)
         m.queue_s.observe((parts["router_queue"] + parts["p_queue"]) / 1e6)
-        if timeline.output_tokens >= 2:
-            m.tpot_s.observe(max(0.0, e2e_ms - ttft_ms) / 1000 / (timeline.output_tokens - 1))
+        if timeline.longest_choice_tokens >= 2:
+            m.tpot_s.observe(max(0.0, e2e_ms - ttft_ms) / 1000 / (timeline.longest_choice_tokens - 1))

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from collections.abc import Sequence
 from typing import Protocol
 
 from tokenizers import Tokenizer
 
 REPLACEMENT = "\ufffd"
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 WINDOW_TOKENS = 64
 """Ids held back as an incomplete character at most; past these they go out as they are."""
 
@@ -44,6 +46,22 @@ class Detokenizers:
         if self._bytes_of is not None:
             return _ByteDetokenizer(self._bytes_of)
         return _WindowDetokenizer(self._tokenizer, self._special)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token adds to the text, in UTF-8; empty for a special one.
+
+        Outside byte-level tokenizers a space at the start of a text is counted too, which decoding may leave out.
+        """
+        if self._bytes_of is not None:
+            return self._bytes_of(token_id)
+        name = "" if token_id in self._special else self.token_name(token_id)
+        if byte := _BYTE_TOKEN.fullmatch(name):
+            return bytes([int(byte[1], 16)])
+        return name.replace("\u2581", " ").encode()
+
+    def token_name(self, token_id: int) -> str:
+        """A token as the vocabulary writes it; empty for an id that it does not have."""
+        return self._tokenizer.id_to_token(token_id) or ""
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of all ids at once, special tokens left out."""

@@ -1,11 +1,11 @@
 """One request's mailbox: what its workers send, put in order, until the flow takes it.
 
-    attempt ─► tokens by position ─► finished (stop | length)
+    attempt ─► tokens by choice and position ─► finished (stop | length), each choice by itself
        ▲            └─ failure ─► the flow: retarget (tokens stay) or a new attempt (unsent tokens go) ─┐
        └────────────────────────────────────────────────────────────────────────────────────────────────┘
 
-Each position is taken once. The buffer is bounded by the request's max_tokens, so Attach is drained however slow the
-client is. Only the event loop touches it; nothing here waits but `wait`.
+Each position of a choice is taken once. The buffer is bounded by the request's max_tokens, so Attach is drained however
+slow the client is. Only the event loop touches it; nothing here waits but `wait`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from services.protocol.errors import STATUS, ErrorCode, RequestError
 from services.protocol.proto import worker_pb2
 from services.router.timeline import COMMITTED, Timeline
+from services.router.types import TokenLogprobs
 
 FINISHED = ("stop", "length")
 
@@ -34,6 +35,37 @@ class Failure:
 
 
 @dataclass(slots=True)
+class Lane:
+    """One choice."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the same tokens, where they were asked for
+    taken: int = 0  # tokens given to the client
+    taken_s: float = 0.0  # when the latest were
+    finish_reason: str = ""
+    is_closed: bool = False  # its end was given to the client, or the client wants no more of it
+
+    @property
+    def has_news(self) -> bool:
+        return not self.is_closed and (self.taken < len(self.tokens) or bool(self.finish_reason))
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_closed or bool(self.finish_reason)
+
+    def take(self, now_s: float) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]:
+        """Tokens that have come since the last call, and their logprobs."""
+        new = tuple(self.tokens[self.taken :]), tuple(self.logprobs[self.taken :])
+        self.taken, self.taken_s = len(self.tokens), now_s
+        self.is_closed = bool(self.finish_reason)
+        return new
+
+    def close(self) -> None:
+        """What still comes of it is ignored."""
+        self.is_closed = True
+
+
+@dataclass(slots=True)
 class Exchange:
     """Messages of one request. ``clock`` is monotonic seconds."""
 
@@ -41,19 +73,23 @@ class Exchange:
     max_tokens: int
     timeline: Timeline
     clock: Callable[[], float]
+    num_choices: int = 1
+    prompt_ids: tuple[int, ...] = ()  # where its logprobs are wanted: nothing is given out before all of them are here
     on_first_token: Callable[[], None] = lambda: None
     attempt: int = 0
     prefill_id: str = ""
     decode_id: str = ""  # "" where one worker does all
     committed: bool = False  # the decode worker has the KV; the prefill worker is not needed any more
-    tokens: list[int] = field(default_factory=list)
-    taken: int = 0  # tokens given to the client
-    finish_reason: str = ""
+    lanes: list[Lane] = field(init=False)  # of each choice
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # from the second token on
     failure: Failure | None = None
     cached_tokens: int = 0
     last_token_s: float = 0.0
     _accepted: dict[str, set[int]] = field(default_factory=dict)  # worker id -> attempts whose messages count
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.lanes = [Lane() for _ in range(self.num_choices)]
 
     # --- the flow ---
 
@@ -62,8 +98,9 @@ class Exchange:
         assert self.taken == 0
         self.attempt, self.prefill_id, self.decode_id = attempt, prefill_id, decode_id
         self._accepted = {w: {attempt} for w in (prefill_id, decode_id) if w}
-        self.tokens.clear()
-        self.committed, self.finish_reason, self.failure = False, "", None
+        self.lanes = [Lane() for _ in range(self.num_choices)]
+        self.prompt_logprobs = []
+        self.committed, self.failure = False, None
 
     def retarget(self, attempt: int, decode_id: str) -> None:
         """The same KV goes to another decode worker; what the prefill worker sent or still sends counts."""
@@ -74,18 +111,28 @@ class Exchange:
         self.failure = None
 
     @property
-    def is_over(self) -> bool:
-        return bool(self.finish_reason) or self.failure is not None
+    def taken(self) -> int:
+        """Tokens of all choices given to the client."""
+        return sum(lane.taken for lane in self.lanes)
 
-    def take(self) -> tuple[int, ...]:
-        """Tokens that have come since the last call."""
-        new = tuple(self.tokens[self.taken :])
-        self.taken = len(self.tokens)
-        return new
+    @property
+    def is_finished(self) -> bool:
+        return all(lane.is_over for lane in self.lanes)
+
+    @property
+    def is_over(self) -> bool:
+        return self.failure is not None or self.is_finished
+
+    def next_choice(self) -> int | None:
+        """Of the choices with something new the one that was taken from longest ago; None where nothing is new."""
+        if self._lacks_prompt:
+            return None
+        news = (i for i, lane in enumerate(self.lanes) if lane.has_news)
+        return min(news, key=lambda i: self.lanes[i].taken_s, default=None)
 
     async def wait(self, timeout_s: float) -> None:
         """Return when something new is there, or after the time."""
-        if len(self.tokens) == self.taken and not self.is_over:
+        if self.next_choice() is None and self.failure is None and not (self.is_finished and not self._lacks_prompt):
             self._wake.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, timeout_s)):
@@ -98,10 +145,17 @@ class Exchange:
 
     def on_output(self, worker_id: str, output: worker_pb2.Output) -> None:
         """An output that `accepts` let in."""
+        if output.prompt_logprobs:
+            self._put_prompt(worker_id, output)
+            return
         if self.is_over:
             return
         if output.finish_reason == "error":
             self._on_error(worker_id, output.error)
+            return
+        if output.choice >= self.num_choices:
+            self._fail(ErrorCode.INTERNAL, f"choice {output.choice} of {self.num_choices} came", worker_id)
+            self._wake.set()
             return
         if output.position == 0 and output.token_ids and worker_id == self.prefill_id:
             self.cached_tokens = output.cached_tokens
@@ -111,9 +165,10 @@ class Exchange:
             self.committed = True
             if output.HasField("times"):
                 self.timeline.decode_times(output.times)
-        if self._put(output) and output.finish_reason:
+        lane = self.lanes[output.choice]
+        if not lane.is_over and self._put(lane, output) and output.finish_reason:
             if output.finish_reason in FINISHED:
-                self.finish_reason = output.finish_reason
+                lane.finish_reason = output.finish_reason
             else:
                 self._fail(ErrorCode.INTERNAL, f"{worker_id} ended with {output.finish_reason!r}", worker_id)
         self._wake.set()
@@ -156,21 +211,38 @@ class Exchange:
         )
         self._wake.set()
 
-    def _put(self, output: worker_pb2.Output) -> bool:
+    @property
+    def _lacks_prompt(self) -> bool:
+        return len(self.prompt_logprobs) < len(self.prompt_ids) - 1
+
+    def _put_prompt(self, worker_id: str, output: worker_pb2.Output) -> None:
+        """A piece of the prompt's logprobs; what a recomputed prompt brings again is left aside."""
+        if self.failure is not None or worker_id != self.prefill_id:
+            return
+        known = self.prompt_logprobs
+        for index, told in enumerate(output.prompt_logprobs, start=output.prompt_start):
+            if index == len(known) + 1 < len(self.prompt_ids):
+                known.append(_logprobs(self.prompt_ids[index], told))
+        self._wake.set()
+
+    def _put(self, lane: Lane, output: worker_pb2.Output) -> bool:
         """Take each position once. False where that cannot be done; the failure says why."""
-        if output.position > len(self.tokens):
-            text = f"output {output.position} came where {len(self.tokens)} was due"
+        tokens = lane.tokens
+        if output.position > len(tokens):
+            text = f"output {output.position} came where {len(tokens)} was due"
             self._fail(ErrorCode.INTERNAL, text, *self._accepted)
             return False
         for index, token in enumerate(output.token_ids, start=output.position):
-            if index == len(self.tokens):
-                self.tokens.append(token)
+            if index == len(tokens):
+                tokens.append(token)
+                if output.logprobs:
+                    lane.logprobs.append(_logprobs(token, output.logprobs[index - output.position]))
                 self.last_token_s = self.clock()
-            elif self.tokens[index] != token:
-                text = f"two workers disagree on token {index}: {self.tokens[index]} and {token}"
+            elif tokens[index] != token:
+                text = f"two workers disagree on token {index}: {tokens[index]} and {token}"
                 self._fail(ErrorCode.INTERNAL, text, *self._accepted, is_differing=True)
                 return False
-        if len(self.tokens) > self.max_tokens:
+        if len(tokens) > self.max_tokens:
             self._fail(ErrorCode.INTERNAL, f"more than max_tokens ({self.max_tokens}) tokens came", *self._accepted)
             return False
         return True
@@ -182,6 +254,10 @@ class Exchange:
             culprits=frozenset(culprits),
             is_differing=is_differing,
         )
+
+
+def _logprobs(token_id: int, told: worker_pb2.TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(token_id, told.logprob, told.rank, tuple(zip(told.top_ids, told.top_logprobs, strict=True)))
 
 
 def _code(code: str, fallback: ErrorCode) -> ErrorCode:

@@ -34,6 +34,7 @@ class Flow:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._draw_seed = draw_seed
         self._active = 0
+        self._runs: dict[str, Run] = {}
         self._closing = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -57,7 +58,7 @@ class Flow:
         return True
 
     async def stream(self, request: RouterRequest) -> AsyncGenerator[TokenEvent, None]:
-        """Tokens of one request as they come; the last event has a finish_reason.
+        """Tokens of one request as they come; the last event of each choice has a finish_reason.
 
         Closing the generator, or cancelling the task that iterates it, aborts the request on its workers.
 
@@ -75,15 +76,15 @@ class Flow:
             check(request, self._max_model_len)
             seed = self._draw_seed() if request.sampling.seed is None else request.sampling.seed
             sampling = sampling_proto(request.sampling, seed, self._eos_token_ids)
-            run = Run(self._deps, request, sampling, timeline)
+            run = self._runs[request.request_id] = Run(self._deps, request, sampling, timeline)
             await run.begin()
             while True:
                 event = await run.next_event()
                 timeline.mark(FIRST_TOKEN)
-                if event.finish_reason:
+                if run.is_finished:
                     outcome = "ok"
                 yield event
-                if event.finish_reason:
+                if run.is_finished:
                     return
         except RequestError as error:
             outcome = str(error.code)
@@ -91,9 +92,15 @@ class Flow:
         finally:
             self._count(-1)
             if run is not None:
+                del self._runs[request.request_id]
                 run.close(outcome)
             if not is_front_s:
                 timeline.close(outcome)
+
+    def end_choice(self, request_id: str, choice: int) -> None:
+        """One choice of a running request is not wanted any more; its workers are told, the others go on."""
+        if (run := self._runs.get(request_id)) is not None:
+            run.end_choice(choice)
 
     def _admit(self, request: RouterRequest) -> None:
         limit = self._deps.config.router.max_queue

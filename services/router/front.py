@@ -6,8 +6,9 @@ import re
 import time
 from dataclasses import dataclass, field
 
-from services.protocol.errors import RequestError
+from services.protocol.errors import RequestError, invalid
 from services.router.answers import Answer, AnswerText
+from services.router.structured import with_field
 from services.router.text import Text, context_tokens
 from services.router.types import ACCEPT, TOKENIZED, Core, RouterRequest, TimelineMarks, new_request_id
 from services.router.validate import Ask
@@ -52,17 +53,28 @@ class Front:
         """One answer for each prompt, none started yet. The first one takes over ``timeline``.
 
         Raises:
-            RequestError: a prompt that cannot be tokenized or does not fit; the caller keeps ``timeline``.
+            RequestError: a prompt that cannot be tokenized or does not fit, or too many choices; the caller keeps
+                ``timeline``.
         """
+        if ask.n > self.core.config.router.max_n:
+            raise invalid(f"n is {ask.n}, at most {self.core.config.router.max_n} are allowed (router.max_n)", "n")
         timeline.mark(ACCEPT)
+        if ask.shaping.grammar is not None:
+            try:
+                await self.text.check_grammar(ask.shaping.grammar)
+            except RequestError as exc:
+                raise with_field(exc, ask.shaping.grammar_field) from None
         requests = await self._requests(ask, arrival)
         echoed = [await self.text.decode(r.prompt_ids) if ask.echo else "" for r in requests]
         timeline.mark(TOKENIZED)
         answers = []
         for index, request in enumerate(requests):
             marks = timeline if index == 0 else self._open_another(request)
-            answer = Answer(index, self.core.flow, request, self._answer_text(ask), marks)
+            texts = [self._answer_text(ask) for _ in range(ask.n)]
+            answer = Answer(index, self.core.flow, request, texts, marks)
             answer.echoed = echoed[index]
+            if ask.shaping.echo_logprobs is not None:
+                answer.echoed_chars = await self.text.lengths(request.prompt_ids)
             answers.append(answer)
         return answers
 
@@ -74,6 +86,7 @@ class Front:
             RouterRequest(
                 request_id=arrival.request_id if index == 0 else new_request_id(),
                 prompt_ids=prompt_ids,
+                n=ask.n,
                 sampling=ask.sampling(len(prompt_ids), self.text.context, self.core.capacity_tokens()),
                 salt=ask.salt,
                 label=arrival.label,

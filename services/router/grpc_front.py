@@ -20,7 +20,7 @@ from services.protocol.proto import inference_pb2
 from services.protocol.status import trailing_of
 from services.router.answers import Answer
 from services.router.front import Arrival, Front, label_of, outcome_of
-from services.router.types import Core
+from services.router.types import Core, TokenLogprobs
 from services.router.validate import completion_ask
 
 INFERENCE = "pdray.v1.Inference"
@@ -30,6 +30,11 @@ WATCH_PERIOD_S = 1.0
 MAX_DETAILS_CHARS = 2048
 NO_DEADLINE_S = 10 * 365 * 86_400.0
 """gRPC tells an absent deadline as one in the far future, or as None."""
+
+_OPTIONAL = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "n", "logprobs", "prompt_logprobs"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
 
 _log = logging.getLogger("pdray.router")
 
@@ -65,6 +70,7 @@ class InferenceServicer:
         except (RequestError, asyncio.CancelledError) as exc:
             timeline.close(outcome_of(exc))
             raise
+        told_prompt = False
         try:
             async with aclosing(answer.deltas()) as deltas:
                 async for delta in deltas:
@@ -73,8 +79,13 @@ class InferenceServicer:
                         text=delta.text,
                         token_ids=delta.token_ids,
                         finish_reason=delta.finish_reason,
+                        choice=delta.choice,
                     )
-                    if delta.finish_reason:
+                    message.logprobs.extend(_told(x) for x in delta.logprobs)
+                    if not told_prompt and answer.request.sampling.shaping.prompt_logprobs is not None:
+                        message.prompt_logprobs.extend(_told(x) for x in answer.prompt_logprobs)
+                        told_prompt = True
+                    if answer.is_complete:
                         message.usage.CopyFrom(_usage(answer))
                     yield message
                     answer.first_byte()
@@ -141,10 +152,13 @@ def _remaining_s(context: Any) -> float | None:
 def _as_body(request: inference_pb2.GenerateRequest) -> dict[str, Any]:
     """The message as the body of a completion, so that one set of rules checks both."""
     sampling = request.sampling
-    body: dict[str, Any] = {"stream": True, "stop": list(sampling.stop), "ignore_eos": sampling.ignore_eos}
-    for name in ("temperature", "top_p", "top_k", "seed", "max_tokens", "min_tokens"):
+    body: dict[str, Any] = {"stop": list(sampling.stop), "ignore_eos": sampling.ignore_eos}
+    for name in _OPTIONAL:
         if sampling.HasField(name):
             body[name] = getattr(sampling, name)
+    body["logit_bias"] = {str(token_id): value for token_id, value in sampling.logit_bias.items()}
+    if sampling.HasField("structured_outputs"):
+        body["structured_outputs"] = _structured(sampling.structured_outputs)
     body["stop_token_ids"] = list(sampling.stop_token_ids)
     body["model"] = request.model or None
     body["cache_salt"] = request.cache_salt
@@ -152,6 +166,24 @@ def _as_body(request: inference_pb2.GenerateRequest) -> dict[str, Any]:
     if kind is not None:
         body["prompt"] = request.prompt if kind == "prompt" else list(request.token_ids.ids)
     return body
+
+
+def _structured(options: inference_pb2.StructuredOutputs) -> dict[str, Any]:
+    kind = options.WhichOneof("kind")
+    if kind is None:
+        return {}
+    value = getattr(options, kind)
+    return {kind: list(value.texts) if kind == "choice" else value}
+
+
+def _told(x: TokenLogprobs) -> inference_pb2.TokenLogprobs:
+    return inference_pb2.TokenLogprobs(
+        token_id=x.token_id,
+        logprob=x.logprob,
+        rank=x.rank,
+        top_ids=[token_id for token_id, _ in x.top],
+        top_logprobs=[logprob for _, logprob in x.top],
+    )
 
 
 def _usage(answer: Answer) -> inference_pb2.Usage:

@@ -28,7 +28,8 @@ from services.router.debug_routes import add_debug_routes
 from services.router.edge import ARRIVAL, Edge
 from services.router.front import Arrival, Front, outcome_of
 from services.router.live import ClientGone, Live
-from services.router.openai_models import ChatShapes, CompletionShapes, Shapes, model_json, usage_of
+from services.router.logprobs import Told
+from services.router.openai_models import ChatShapes, CompletionShapes, Finished, Shapes, model_json, usage_of
 from services.router.openapi import CHAT, COMPLETION
 from services.router.problem import error_response
 from services.router.sse import EventStream, event
@@ -114,7 +115,9 @@ async def _generate(front: Front, live: Live, request: Request, endpoint: Endpoi
         timeline.close(outcome_of(exc))
         raise
     fingerprint = f"pdray-{front.core.card.model_fingerprint[:16]}"
-    shapes = endpoint.shapes(arrival.request_id, front.model, fingerprint, usage_null=ask.include_usage)
+    shapes = endpoint.shapes(
+        arrival.request_id, front.model, fingerprint, names=front.text.names, usage_null=ask.include_usage
+    )
     headers = {IGNORED_HEADER: _header_list(ask.ignored)} if ask.ignored else {}
     if ask.stream:
         events = _events(answers, shapes, with_usage=ask.include_usage)
@@ -127,23 +130,27 @@ async def _events(answers: Sequence[Answer], shapes: Shapes, *, with_usage: bool
     begun: set[int] = set()
     async with aclosing(merged(answers)) as deltas:
         async for answer, delta in deltas:
-            out = _pieces(shapes, answer, delta, is_first=answer.index not in begun)
+            index = answer.index_of(delta)
+            out = _pieces(shapes, index, answer, delta, is_first=index not in begun)
             if out:
                 yield b"".join(event(piece) for piece in out)
-                begun.add(answer.index)
+                begun.add(index)
                 answer.first_byte()
     if with_usage:
         yield event(shapes.usage(usage_of(answers)))
 
 
-def _pieces(shapes: Shapes, answer: Answer, delta: Delta, *, is_first: bool) -> list[bytes]:
-    opening = shapes.first(answer.index) if is_first else None
+def _pieces(shapes: Shapes, index: int, answer: Answer, delta: Delta, *, is_first: bool) -> list[bytes]:
+    opening = shapes.first(index) if is_first else None
     pieces = [] if opening is None else [opening]
     text = answer.echoed + delta.text if is_first else delta.text
-    if text:
-        pieces.append(shapes.text(answer.index, text))
+    told = answer.told_prompt() + delta.told if is_first else delta.told
+    if told:
+        pieces.append(shapes.told(index, text, told, len(answer.echoed)))
+    elif text:
+        pieces.append(shapes.text(index, text))
     if delta.finish_reason:
-        pieces.append(shapes.end(answer.index, delta.finish_reason))
+        pieces.append(shapes.end(index, delta.finish_reason))
     return pieces
 
 
@@ -164,14 +171,27 @@ async def _whole(
 
 
 async def _collect(answers: Sequence[Answer], shapes: Shapes) -> bytes:
-    texts = [[answer.echoed] for answer in answers]
-    reasons = [""] * len(answers)
+    choices = [_begun(answer) for answer in answers for _ in range(answer.num_choices)]
+    texts = [[choice.text] for choice in choices]
     async with aclosing(merged(answers)) as deltas:
         async for answer, delta in deltas:
             answer.first_byte()
-            texts[answer.index].append(delta.text)
-            reasons[answer.index] = delta.finish_reason or reasons[answer.index]
-    return shapes.whole(["".join(parts) for parts in texts], reasons, usage_of(answers))
+            index = answer.index_of(delta)
+            choice = choices[index]
+            if choice.told is not None:
+                choice.told += delta.told if len(texts[index]) > 1 else (*answer.told_prompt(), *delta.told)
+            texts[index].append(delta.text)
+            choice.reason = delta.finish_reason or choice.reason
+            if answer.request.sampling.shaping.prompt_logprobs is not None:
+                choice.prompt_logprobs = answer.prompt_logprobs
+    for choice, parts in zip(choices, texts, strict=True):
+        choice.text = "".join(parts)
+    return shapes.whole(choices, usage_of(answers))
+
+
+def _begun(answer: Answer) -> Finished:
+    told: list[Told] | None = None if answer.request.sampling.shaping.logprobs is None else []
+    return Finished(text=answer.echoed, told=told, start=len(answer.echoed))
 
 
 def _end(answers: Sequence[Answer], error: RequestError | None) -> None:

@@ -37,7 +37,19 @@ _COMMON: dict[str, Any] = {
     "ignore_eos": _nullable("boolean", "Go on past the model's end tokens."),
     "cache_salt": _nullable("string", "Requests share KV only under equal salts.", maxLength=MAX_SALT_CHARS),
     "priority": _nullable("integer", "Lower goes first."),
-    "n": _nullable("integer", "Only 1 yet.", minimum=1, maximum=1),
+    "n": _nullable("integer", "Choices, each drawn by itself; at most router.max_n.", minimum=1),
+    "best_of": _nullable("integer", "Only the value of n.", minimum=1),
+    "min_p": _nullable(
+        "number", "Tokens less likely than this share of the likeliest one never come.", minimum=0, maximum=1
+    ),
+    "presence_penalty": _nullable("number", "What a token loses for being in the answer.", minimum=-2, maximum=2),
+    "frequency_penalty": _nullable("number", "What it loses each time it is in the answer.", minimum=-2, maximum=2),
+    "repetition_penalty": _nullable("number", "Factor for tokens of prompt and answer.", exclusiveMinimum=0, maximum=2),
+    "logit_bias": _nullable("object", "Token id → what its logit gains, from -100 to 100."),
+    "prompt_logprobs": _nullable("integer", "Likeliest tokens told with each prompt token.", minimum=0, maximum=20),
+    "response_format": _nullable("object", "type: text, json_object, or json_schema with the schema."),
+    "structured_outputs": _nullable("object", "One of json, json_object, regex, choice and grammar."),
+    "guided_json": {"description": "As structured_outputs.json; so are guided_regex, _choice and _grammar."},
     "user": _nullable("string", "Accepted, without effect."),
     "metadata": _nullable("object", "Accepted, without effect."),
     "prompt_cache_key": _nullable("string", "Accepted, without effect: prefixes are found by their tokens."),
@@ -96,7 +108,21 @@ def _operation(field: str, schema: dict[str, Any], more: dict[str, Any]) -> dict
     }
 
 
-CHAT = _operation("messages", _MESSAGES, {})
+CHAT = _operation(
+    "messages",
+    _MESSAGES,
+    {
+        "logprobs": _nullable("boolean", "Tell how likely each token was."),
+        "top_logprobs": _nullable("integer", "And so many of the likeliest ones.", minimum=0, maximum=20),
+    },
+)
 COMPLETION = _operation(
-    "prompt", _PROMPT, {"echo": _nullable("boolean", "The answer begins with the prompt; max_tokens may be 0 then.")}
+    "prompt",
+    _PROMPT,
+    {
+        "echo": _nullable("boolean", "The answer begins with the prompt; max_tokens may be 0 then."),
+        "logprobs": _nullable(
+            "integer", "Tell how likely each token and the likeliest ones were.", minimum=0, maximum=20
+        ),
+    },
 )

@@ -110,7 +110,7 @@ def plan(named: Named, view: View, fabric: FabricMeter, policy: tuple[str, int],
     return Plan(
         prefill_id=chosen.prefill_id,
         decode_id=chosen.decode_id,
-        booking=_booking(prompt, by_id[chosen.prefill_id], by_id[chosen.decode_id or chosen.prefill_id]),
+        booking=_booking(named, by_id[chosen.prefill_id], by_id[chosen.decode_id or chosen.prefill_id]),
         decision=decision,
     )
 
@@ -125,7 +125,7 @@ def plan_reader(named: Named, view: View, prefill_id: str, avoid: Collection[str
     decision = choose("cost", named.prompt, [writer, *readers.values()], Fabric())
     if decision is None:
         return None
-    return replace(_booking(named.prompt, writer, readers[decision.choice.decode_id]), prefill_tokens=0)
+    return replace(_booking(named, writer, readers[decision.choice.decode_id]), prefill_tokens=0)
 
 
 def to_proto(named: Named, identity: RouterIdentity, attempt: int, sampling: worker_pb2.Sampling) -> worker_pb2.Request:
@@ -141,12 +141,16 @@ def to_proto(named: Named, identity: RouterIdentity, attempt: int, sampling: wor
         block_names=b"".join(named.names),
         sampling=sampling,
         priority=request.priority,
+        n=request.n,
     )
 
 
 def sampling_proto(spec: SamplingSpec, seed: int, eos_token_ids: Collection[int]) -> worker_pb2.Sampling:
     """``seed``: the request's own, or the one drawn for it; its low 64 bits go out."""
     stops = set(spec.stop_token_ids) | (set() if spec.ignore_eos else set(eos_token_ids))
+    shaping = spec.shaping
+    penalties = (shaping.presence_penalty, shaping.frequency_penalty, shaping.repetition_penalty)
+    grammar = shaping.grammar
     return worker_pb2.Sampling(
         temperature=spec.temperature,
         top_p=spec.top_p,
@@ -156,6 +160,14 @@ def sampling_proto(spec: SamplingSpec, seed: int, eos_token_ids: Collection[int]
         min_tokens=spec.min_tokens,
         ignore_eos=spec.ignore_eos,
         stop_token_ids=sorted(stops),
+        min_p=shaping.min_p,
+        penalties=None
+        if penalties == (0, 0, 1)
+        else worker_pb2.Penalties(presence=penalties[0], frequency=penalties[1], repetition=penalties[2]),
+        logit_bias=dict(shaping.logit_bias),
+        logprobs=shaping.logprobs,
+        prompt_logprobs=shaping.prompt_tops,
+        grammar=None if grammar is None else worker_pb2.Grammar(kind=grammar.kind, text=grammar.text),
     )
 
 
@@ -173,12 +185,14 @@ def deadline_s(request: RouterRequest, budget: BudgetConfig) -> float:
     return request.received_s + min(own, budget.total_s)
 
 
-def _booking(prompt: Prompt, p: Worker, d: Worker) -> Booking:
+def _booking(named: Named, p: Worker, d: Worker) -> Booking:
+    prompt, choices = named.prompt, named.request.n
     return Booking(
         prefill_id=p.worker_id,
         prefill_tokens=uncached_tokens(prompt, p.cached_blocks),
         decode_id=d.worker_id,
-        decode_blocks=prompt.num_blocks + 1 - min(d.cached_blocks, prompt.reusable_blocks),
+        decode_blocks=prompt.num_blocks + choices - min(d.cached_blocks, prompt.reusable_blocks),
+        sequences=choices,
     )
 
 

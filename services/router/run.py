@@ -47,7 +47,7 @@ class Deps:
 
 
 class Run:
-    """Begin once, take events until one has a finish_reason or an error is raised, and close in any case."""
+    """Begin once, take events until it `is_finished` or an error is raised, and close in any case."""
 
     def __init__(self, deps: Deps, request: RouterRequest, sampling: worker_pb2.Sampling, timeline: Timeline) -> None:
         self._deps = deps
@@ -58,6 +58,8 @@ class Run:
         self._exchange = Exchange(
             request_id=request.request_id,
             max_tokens=request.sampling.max_tokens,
+            num_choices=request.n,
+            prompt_ids=() if request.sampling.shaping.prompt_tops is None else request.prompt_ids,
             timeline=timeline,
             clock=deps.clock,
             on_first_token=lambda: deps.view.bookings.prefill_done(request.request_id),
@@ -65,8 +67,7 @@ class Run:
         self._named: Named | None = None
         self._avoid: set[str] = set()
         self._told: dict[str, int] = {}  # worker id -> highest attempt it may know of
-        self._taken_s = 0.0  # when the latest event was given out
-        self._is_finished = False
+        self.is_finished = False  # the end of every choice was given out
 
     async def begin(self) -> None:
         """Choose workers and submit. Raises RequestError."""
@@ -78,11 +79,12 @@ class Run:
         x = self._exchange
         while True:
             failure = x.failure
-            if failure is not None and (x.taken == len(x.tokens) or x.taken == 0):
+            choice = x.next_choice()
+            if failure is not None and (choice is None or x.taken == 0):
                 await self._recover(failure)
                 continue
-            if x.taken < len(x.tokens) or x.finish_reason:
-                return self._event()
+            if choice is not None:
+                return self._event(choice)
             limit_s, error = self._limit()
             if self._deps.clock() >= limit_s:
                 raise error
@@ -93,20 +95,35 @@ class Run:
         deps = self._deps
         deps.switchboard.remove(self._request.request_id)
         deps.view.bookings.release(self._request.request_id)
-        if not self._is_finished:
+        if not self.is_finished:
             self._abort_all(reason)
+
+    def end_choice(self, choice: int) -> None:
+        """The client wants no more of this choice, but of others."""
+        self._exchange.lanes[choice].close()
+        for worker_id, attempt in self._told.items():
+            self._deps.switchboard.drop_choice(worker_id, self._request.request_id, attempt, choice)
 
     # --- waiting ---
 
-    def _event(self) -> TokenEvent:
+    def _event(self, choice: int) -> TokenEvent:
         x, now = self._exchange, self._deps.clock()
-        if x.taken:
-            self._deps.metrics.itl_s.observe(now - self._taken_s)
-        self._taken_s = now
-        tokens = x.take()
-        self._is_finished = bool(x.finish_reason)
+        lane = x.lanes[choice]
+        if lane.taken:
+            self._deps.metrics.itl_s.observe(now - lane.taken_s)
+        is_first = x.taken == 0
+        tokens, logprobs = lane.take(now)
+        self.is_finished = x.is_finished and x.next_choice() is None
         self._timeline.output_tokens = x.taken
-        return TokenEvent(token_ids=tokens, finish_reason=x.finish_reason, cached_tokens=x.cached_tokens)
+        self._timeline.longest_choice_tokens = max(other.taken for other in x.lanes)
+        return TokenEvent(
+            token_ids=tokens,
+            finish_reason=lane.finish_reason,
+            cached_tokens=x.cached_tokens,
+            choice=choice,
+            logprobs=logprobs,
+            prompt_logprobs=tuple(x.prompt_logprobs) if is_first else (),
+        )
 
     def _limit(self) -> tuple[float, RequestError]:
         """When waiting ends, and what it ends with."""

@@ -83,6 +83,17 @@ class Switchboard:
         for exchange in list(self._live.values()):
             exchange.on_worker_lost(worker_id, error)
 
+    def drop_choice(self, worker_id: str, request_id: str, attempt: int, choice: int) -> None:
+        """Tell a worker, in the background, that one choice is not wanted any more.
+
+        Where that gets lost the choice runs to its end, and what comes of it is ignored.
+        """
+        request = worker_pb2.AbortRequest(
+            request_id=request_id, attempt=attempt, reason="a stop string ended the choice", choices=[choice]
+        )
+        if (calls := self._calls(worker_id)) is not None:
+            self._spawn(self._send_abort(calls, worker_id, request))
+
     def abort(self, worker_ids: Iterable[str], request_id: str, attempt: int, reason: str) -> None:
         """Tell workers, in the background, that this and lower attempts are over; one that is away, when it is back."""
         request = worker_pb2.AbortRequest(request_id=request_id, attempt=attempt, reason=reason)
@@ -146,7 +157,8 @@ class Switchboard:
             await calls.abort(request)
         except RequestError as exc:
             _log.info("abort of %s did not reach %s: %s", request.request_id, worker_id, exc.message)
-            self._postpone(worker_id, request)
+            if not request.choices:
+                self._postpone(worker_id, request)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work, name="abort")

@@ -15,8 +15,10 @@ from tokenizers import Encoding, Tokenizer
 
 from kvstore.errors import ConfigError
 from services.protocol.errors import ErrorCode, RequestError, invalid
+from services.protocol.grammar import GrammarSpec, check
 from services.protocol.model_card import ModelCard
 from services.router.detokenize import Detokenizer, Detokenizers
+from services.router.logprobs import TokenNames
 from services.router.template import ChatTemplate, Message, no_template
 
 DEFAULT_CONTEXT_TOKENS = 8192
@@ -66,6 +68,7 @@ class Text:
         self._bos = (card.bos_token_id,) if card.add_bos and card.bos_token_id is not None else ()
         self._template = ChatTemplate(card.chat_template, card.special_tokens) if card.chat_template else None
         self._detokenizers = Detokenizers(self._tokenizer)
+        self.names = TokenNames(self._detokenizers)
         self._longest_token_bytes = max(len(token.encode()) for token in self._tokenizer.get_vocab())
         self._max_pending = max_pending
         self._pending = 0
@@ -108,6 +111,15 @@ class Text:
     async def decode(self, ids: Sequence[int]) -> str:
         """Text of ids at once, special tokens left out."""
         return await self._in_lane(len(ids), lambda: self._detokenizers.decode(ids))
+
+    async def check_grammar(self, spec: GrammarSpec) -> None:
+        """Raise RequestError unless the specification can be followed; see `services.protocol.grammar.check`."""
+        await self._in_lane(len(spec.text), lambda: check(spec))
+
+    async def lengths(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """Characters that each id adds to the text of all, as they become whole."""
+        push = self.detokenizer().push
+        return await self._in_lane(len(ids), lambda: tuple(len(push(token_id)) for token_id in ids))
 
     def detokenizer(self) -> Detokenizer:
         """State for one answer."""

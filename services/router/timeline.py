@@ -65,7 +65,8 @@ class Timeline:
     outcome: str = ""  # "" while live
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    output_tokens: int = 0
+    output_tokens: int = 0  # of all choices
+    longest_choice_tokens: int = 0
     first_stages: Stages = field(default_factory=Stages)
     _decode: Stages = field(default_factory=Stages)
     _exposed_ms: float = 0.0  # token 1 here .. hand-off reported as committed

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from services.config import ServeConfig
+from services.protocol.grammar import GrammarSpec
 
 if TYPE_CHECKING:
     from services.protocol.model_card import ModelCard
@@ -35,6 +36,37 @@ def new_request_id() -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Shaping:
+    """What is done to the logits before a token is drawn, and what is told about them."""
+
+    min_p: float = 0.0  # tokens less likely than this share of the likeliest one never come
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what its logit gains)
+    logprobs: int | None = None  # how many of the likeliest tokens to tell with each output; None: no logprobs
+    prompt_logprobs: int | None = None  # the same of the prompt
+    echo_logprobs: int | None = None  # the same of a prompt that the answer begins with
+    grammar: GrammarSpec | None = None
+    grammar_field: str = ""  # that asked for it
+
+    @property
+    def prompt_tops(self) -> int | None:
+        """How many of the likeliest tokens are wanted with each prompt token; None: nothing is."""
+        return max((x for x in (self.prompt_logprobs, self.echo_logprobs) if x is not None), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How likely the model found one token; natural logarithms."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 = no other token was likelier
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), the likeliest first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingSpec:
     """How tokens are drawn. `seed` None: the flow draws one and carries it through every attempt."""
 
@@ -47,6 +79,7 @@ class SamplingSpec:
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     """Beside the model's end tokens, which the flow adds from the model card."""
+    shaping: Shaping = field(default_factory=Shaping)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +89,7 @@ class RouterRequest:
     request_id: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingSpec = field(default_factory=SamplingSpec)
+    n: int = 1  # choices, each drawn by itself
     salt: str = ""  # cache_salt; equal prompts under different salts share no KV
     label: str = ""  # the client's X-Request-Id, sanitised; need not be unique
     priority: int = 0  # lower first
@@ -65,24 +99,31 @@ class RouterRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenEvent:
-    """Tokens that no earlier event held. The last event has a finish_reason and may hold no token."""
+    """Tokens of one choice that no earlier event held. Its last event has a finish_reason and may hold no token."""
 
     token_ids: tuple[int, ...]
     finish_reason: str = ""  # "" | stop | length
     cached_tokens: int = 0  # prompt tokens whose KV existed before this request
+    choice: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of token_ids, where they were asked for
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # from the second prompt token on; in the first event only
 
 
 class TokenFlow(Protocol):
     """What a front needs of `Flow`; a scripted one stands in for it in the fronts' tests."""
 
     def stream(self, request: RouterRequest) -> AsyncGenerator[TokenEvent, None]:
-        """Tokens of one request as they come.
+        """Tokens of one request as they come, until each of its choices has ended.
 
         Closing the generator (aclose, or cancelling the task that iterates it) aborts the request on its workers.
 
         Raises:
             RequestError: before the first event or after it; nothing follows.
         """
+        ...
+
+    def end_choice(self, request_id: str, choice: int) -> None:
+        """One choice of a running request is not wanted any more; the others go on."""
         ...
 
 

@@ -7,16 +7,17 @@ vocabulary is off; both token limits may be given if they are equal; a start tok
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from services.protocol.errors import ErrorCode, RequestError, invalid
 from services.router.features import KNOWN_WITHOUT_EFFECT, NOT_THERE
-from services.router.fields import Fields, shown, whole
+from services.router.fields import Fields, not_yet, shown, whole
 from services.router.messages import read_messages
+from services.router.shaping import read_shaping
 from services.router.template import Message
 from services.router.text import too_long
-from services.router.types import SamplingSpec
+from services.router.types import SamplingSpec, Shaping
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
@@ -40,6 +41,7 @@ class Ask:
     stream: bool = False
     include_usage: bool = False  # in a stream; always told otherwise
     echo: bool = False
+    n: int = 1
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -50,6 +52,7 @@ class Ask:
     ignore_eos: bool = False
     stops: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    shaping: Shaping = field(default_factory=Shaping)
     salt: str = ""
     priority: int = 0
     ignored: tuple[str, ...] = ()  # fields that nobody knows
@@ -88,6 +91,7 @@ class Ask:
             min_tokens=self.min_tokens,
             ignore_eos=self.ignore_eos,
             stop_token_ids=self.stop_token_ids,
+            shaping=self.shaping,
         )
 
 
@@ -100,8 +104,9 @@ def chat_ask(body: Mapping[str, Any], model: str, vocab_size: int) -> Ask:
     fields = Fields(body)
     _check_model(fields, model)
     common = _common(fields, vocab_size, echo=False)
+    shaping = read_shaping(fields, vocab_size, is_chat=True)
     messages = read_messages(fields)
-    return Ask(messages=messages, **common, ignored=fields.unread())
+    return Ask(messages=messages, shaping=shaping, **common, ignored=fields.unread())
 
 
 def completion_ask(body: Mapping[str, Any], model: str, vocab_size: int) -> Ask:
@@ -114,8 +119,9 @@ def completion_ask(body: Mapping[str, Any], model: str, vocab_size: int) -> Ask:
     _check_model(fields, model)
     echo = bool(fields.flag("echo"))
     common = _common(fields, vocab_size, echo=echo)
+    shaping = read_shaping(fields, vocab_size, is_chat=False, echo=echo)
     prompts = _prompts(fields, vocab_size)
-    return Ask(prompts=prompts, echo=echo, **common, ignored=fields.unread())
+    return Ask(prompts=prompts, echo=echo, shaping=shaping, **common, ignored=fields.unread())
 
 
 def _check_model(fields: Fields, model: str) -> None:
@@ -136,6 +142,7 @@ def _common(fields: Fields, vocab_size: int, *, echo: bool) -> dict[str, Any]:
     max_tokens, max_tokens_field = _max_tokens(fields, echo=echo)
     return {
         "stream": stream,
+        "n": _n(fields),
         "include_usage": _include_usage(fields, stream=stream),
         "temperature": _default(fields.number("temperature", 0, 2), 1.0),
         "top_p": _default(fields.number("top_p", 0, 1, above_low=True), 1.0),
@@ -157,10 +164,17 @@ def _default(value: float | None, default: float) -> float:
 
 
 def _check_features(fields: Fields) -> None:
-    fields.integer("n", 1, INT32_MAX)
-    fields.only("n", (1, 1.0), "n above 1")
     for key, (neutral, what) in NOT_THERE.items():
         fields.only(key, neutral, what)
+
+
+def _n(fields: Fields) -> int:
+    """Choices of each prompt; to draw more of them than are given out is not there."""
+    n = fields.integer("n", 1, INT32_MAX) or 1
+    best_of = fields.integer("best_of", 1, INT32_MAX)
+    if best_of not in (None, n):
+        raise not_yet(f"best_of ({best_of}) other than n ({n})", "best_of")
+    return n
 
 
 def _check_labels(fields: Fields) -> None:

@@ -35,6 +35,8 @@ WORKER_GAUGES: dict[str, str] = {
     "waiting_prefill_tokens": "Prompt tokens admitted and not yet computed.",
     "step_ms": "Moving mean of a decode step, milliseconds.",
     "prefill_tokens_per_s": "Moving mean of prefill speed.",
+    "kv_unused_tokens": "Token slots of running sequences' last blocks that hold nothing.",
+    "kv_unwritten_blocks": "KV blocks given out for prompts that are not written yet.",
 }
 WORKER_COUNTERS: dict[str, str] = {
     "prompt_tokens_computed": "Prompt tokens forwarded through the model.",
@@ -44,6 +46,8 @@ WORKER_COUNTERS: dict[str, str] = {
     "decode_tokens_forwarded": "Generated tokens forwarded by decode steps.",
     "tokens_recomputed": "Tokens forwarded again after a preemption or a failure.",
     "preemptions": "Sequences preempted for want of blocks.",
+    "output_mispredictions": "Sequences that outgrew what admission had set aside for their output.",
+    "admissions_held_back": "Sequences that would have started but for the admission watermark.",
 }
 BLOCK_STATES = ("free", "used", "cached", "reserved", "quarantined")
 

@@ -14,7 +14,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from kvstore.geometry import KVGeometry
@@ -25,6 +25,7 @@ from services.protocol.proto import worker_pb2
 from services.worker.attach import AttachHub, RouterKey
 from services.worker.live import LiveRequest, LiveRequests
 from services.worker.role import Role
+from services.worker.translate import to_error, to_output
 
 _log = logging.getLogger("pdray.worker")
 
@@ -87,6 +88,10 @@ class WorkerCore:
             tokens_recomputed=s.tokens_recomputed,
             decode_tokens_forwarded=s.decode_tokens_forwarded,
             preemptions=s.preemptions,
+            kv_unused_tokens=s.kv_unused_tokens,
+            kv_unwritten_blocks=s.kv_unwritten_blocks,
+            output_mispredictions=s.output_mispredictions,
+            admissions_held_back=s.admissions_held_back,
             stalled=self.stalled(),
         )
 
@@ -121,6 +126,19 @@ class WorkerCore:
             raise RequestError(
                 ErrorCode.CONTEXT_LENGTH_EXCEEDED, f"the prompt has {length} tokens, this worker takes {limit - 1}"
             )
+
+    async def drop_choices(self, request_id: str, attempt: int, choices: Collection[int]) -> None:
+        """These choices of an attempt are not wanted any more; it ends with the last one."""
+        live = self.requests.find(request_id)
+        if live is None or live.request.attempt != attempt:
+            return
+        dropped = live.open_choices.intersection(choices)
+        live.open_choices -= dropped
+        if not live.open_choices:
+            await self.end(live, "no choice is wanted any more")
+            return
+        for choice in dropped:
+            self.role.drop_choice(live, choice)
 
     async def abort(self, request_id: str, attempt: int, reason: str) -> None:
         """End this and lower attempts, now or whenever they arrive."""
@@ -165,17 +183,8 @@ class WorkerCore:
         )
 
     def emit_tokens(self, live: LiveRequest, output: m.SequenceOutput, times: worker_pb2.StageTimes | None) -> None:
-        message = worker_pb2.Output(
-            request_id=live.request.request_id,
-            attempt=live.request.attempt,
-            position=output.position,
-            token_ids=output.token_ids,
-            finish_reason=output.finish_reason,
-            cached_tokens=output.cached_tokens,
-            times=times,
-        )
-        live.tokens = output.position + len(output.token_ids)
-        self.hub.add_output(live.router, message)
+        live.emitted[output.choice] = output.position + len(output.token_ids)
+        self.hub.add_output(live.router, to_output(live, output, times))
 
     # --- from the children ---
 
@@ -259,6 +268,10 @@ class WorkerCore:
             code = ErrorCode(output.error_code) if output.error_code else ErrorCode.INTERNAL
             self.spawn(self.fail(live, RequestError(code, output.error)), "fail")
             return
+        if output.choice not in live.open_choices:
+            return  # it was dropped
+        if output.finish_reason:
+            live.open_choices.discard(output.choice)
         if self.role.on_output(live, output):
             self.emit_event(live, "finished", reason=output.finish_reason, tokens=live.tokens)
             self.requests.close(live.seq_id)
@@ -271,35 +284,6 @@ class WorkerCore:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             _log.error("task %s failed", task.get_name(), exc_info=task.exception())
-
-
-def to_error(error: RequestError) -> worker_pb2.Error:
-    return worker_pb2.Error(code=str(error.code), message=error.message, retryable=error.status.retryable)
-
-
-def to_sequence(live: LiveRequest, *, hand_off: bool) -> m.AddSequence:
-    """The request as the engine takes it."""
-    r, names = live.request, live.request.block_names
-    s = r.sampling
-    return m.AddSequence(
-        seq_id=live.seq_id,
-        prompt_ids=tuple(r.prompt_ids),
-        output_ids=tuple(r.output_ids),
-        block_names=tuple(names[i : i + 16] for i in range(0, len(names), 16)),
-        root=r.root_digest,
-        hand_off=hand_off,
-        priority=r.priority,
-        sampling=m.Sampling(
-            temperature=s.temperature,
-            top_p=s.top_p,
-            top_k=s.top_k,
-            seed=s.seed,
-            max_tokens=s.max_tokens,
-            min_tokens=s.min_tokens,
-            ignore_eos=s.ignore_eos,
-            stop_token_ids=tuple(s.stop_token_ids),
-        ),
-    )
 
 
 def _not_started(_message: Any) -> None:

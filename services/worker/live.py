@@ -23,12 +23,23 @@ class LiveRequest:
     seq_id: str = ""
     first_output_s: float = 0.0
     started_s: float = 0.0  # decode: verified
-    tokens: int = 0  # output tokens emitted so far
+    emitted: dict[int, int] = field(default_factory=dict)  # choice -> output tokens so far
     num_prompt_tokens: int = field(init=False, default=0)
+    open_choices: set[int] = field(init=False, default_factory=set)  # that have not ended on this worker
 
     def __post_init__(self) -> None:
         self.seq_id = f"{self.request.request_id}.{self.request.attempt}"
         self.num_prompt_tokens = len(self.request.prompt_ids)
+        self.open_choices = set(range(self.num_choices))
+
+    @property
+    def num_choices(self) -> int:
+        return max(1, self.request.n)
+
+    @property
+    def tokens(self) -> int:
+        """Output tokens of all choices, emitted so far."""
+        return sum(self.emitted.values())
 
     @property
     def router(self) -> tuple[str, str]:

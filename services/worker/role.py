@@ -29,6 +29,9 @@ class Role:
         """End one attempt in any state; returns at once, what must wait for a fence goes on behind."""
         raise NotImplementedError
 
+    def drop_choice(self, live: LiveRequest, choice: int) -> None:
+        """One choice of an attempt is not wanted any more, others are."""
+
     # From a prefill worker.
     async def reserve(self, request: worker_pb2.ReserveRequest) -> worker_pb2.Grant:
         raise self._refuse("hold blocks for others")
@@ -47,8 +50,8 @@ class Role:
         """Any message but StepDone."""
 
     def on_output(self, live: LiveRequest, output: m.SequenceOutput) -> bool:
-        """One sequence's part of a step; True where the request is over on this worker."""
-        return bool(output.finish_reason)
+        """One choice's part of a step; True where the request is over on this worker."""
+        return not live.open_choices
 
     def on_transfer(self, message: Any) -> None:
         """Any message of the transfer child."""

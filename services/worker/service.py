@@ -42,7 +42,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
     async def Abort(self, request: worker_pb2.AbortRequest, context: Any) -> worker_pb2.AbortReply:
         async def call() -> worker_pb2.AbortReply:
-            await self._core.abort(request.request_id, request.attempt, request.reason)
+            if request.choices:
+                await self._core.drop_choices(request.request_id, request.attempt, request.choices)
+            else:
+                await self._core.abort(request.request_id, request.attempt, request.reason)
             return worker_pb2.AbortReply()
 
         return await _answer(context, call)

@@ -26,7 +26,11 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def model(default_model_folder: Path) -> LoadedModel:
-    return load_model(default_model_folder, dtype="float32")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    loaded = load_model(default_model_folder, dtype="float32")
+    torch.set_num_threads(before)
+    return loaded
 
 
 @pytest.fixture(scope="session")

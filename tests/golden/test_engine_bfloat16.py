@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.engine.batch import PagedMemory, Span, pack
-from services.engine.loader import LoadedModel, forward, load_model
+from services.engine.batch import PagedMemory, Span
+from services.engine.loader import LoadedModel, load_model
 from tests.golden.oracle import license_prompts
 
 TOLERANCE = 3.0
@@ -45,9 +45,9 @@ def paged_logits(model: LoadedModel, prompt: list[int], chunk: int) -> torch.Ten
     table, parts = list(range(num_blocks))[::-1], []
     for start in range(0, len(prompt), chunk):
         ids = prompt[start : start + chunk]
-        logits, finite = forward(model, pack(memory, model.backend, [Span(ids, start, table)]), torch.arange(len(ids)))
-        assert bool(finite.all())
-        parts.append(logits.float())
+        done = model.path.forward(memory, [Span(ids, start, table)], [(0, i) for i in range(len(ids))])
+        assert done.sound == (True,)
+        parts.append(done.logits.float())
     return torch.cat(parts)
 
 

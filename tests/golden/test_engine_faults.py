@@ -33,7 +33,7 @@ def tiny(tiny_model_folder: Path) -> LoadedModel:
 def poisoned(tiny: LoadedModel) -> LoadedModel:
     """Whoever reads token 77 computes NaN from there on."""
     with torch.no_grad():
-        tiny.module.get_input_embeddings().weight[POISON] = float("nan")
+        tiny.path.module.get_input_embeddings().weight[POISON] = float("nan")
     return tiny
 
 
@@ -105,7 +105,7 @@ def test_a_step_that_raises_is_tried_again_one_by_one(
 
 def test_min_tokens_holds_the_end_back(tiny: LoadedModel) -> None:
     with torch.no_grad():
-        tiny.module.get_output_embeddings().weight.zero_()  # all logits equal: the lowest id allowed wins
+        tiny.path.module.get_output_embeddings().weight.zero_()  # all logits equal: the lowest id allowed wins
     harness = Harness(tiny, num_blocks=32)
     eos = tiny.card.eos_token_ids[0]
     sampling = Sampling(max_tokens=9, min_tokens=3, stop_token_ids=(0, 1))
@@ -122,7 +122,7 @@ def test_a_decode_that_waits_for_reserved_blocks_is_told_as_paused_not_as_runnin
     mine = sequence("mine", range(10, 25), named=False, sampling=Sampling(max_tokens=40, ignore_eos=True))
     harness.send(ReserveSequence(sequence=mine), ReserveSequence(sequence=held))
     harness.run()
-    harness.send(StartSequence(seq_id="mine", first_token=9))
+    harness.send(StartSequence(seq_id="mine", first_tokens=((0, 9),)))
     harness.run()
     told = harness.of(StepDone)
     assert told[-2].stats.running == 1  # of the last step that computed

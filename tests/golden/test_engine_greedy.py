@@ -109,7 +109,7 @@ def test_kv_that_moves_to_a_decode_worker_continues_the_same_text(
     assert grant.cached_blocks == known_blocks
     move(writer, reader, grant.block_ids, known_blocks)
     writer.send(ReleaseSequence(seq_id="a"))
-    reader.send(StartSequence(seq_id="a", first_token=writer.tokens("a")[0]))
+    reader.send(StartSequence(seq_id="a", first_tokens=((0, writer.tokens("a")[0]),)))
     reader.run()
     item.check(reader.tokens("a"), "moved")
     assert len(reader.tokens("a")) == NUM_TOKENS

@@ -69,6 +69,6 @@ def test_moved(model: LoadedModel, alone: dict[str, list[int]], expected: dict[i
     for layer in range(writer.memory.geometry.groups[0].num_layers):
         for ours, theirs in zip(source, target, strict=True):
             reader.memory.block(0, layer, theirs)[:] = writer.memory.block(0, layer, ours)
-    reader.send(StartSequence(seq_id="a", first_token=writer.tokens("a")[0]))
+    reader.send(StartSequence(seq_id="a", first_tokens=((0, writer.tokens("a")[0]),)))
     reader.run()
     assert reader.tokens("a") == alone["nucleus"]

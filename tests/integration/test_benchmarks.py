@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from services.engine_config import POLICIES
+
 
 def run(name: str, *arguments: str) -> dict[str, Any]:
     done = subprocess.run(
@@ -32,3 +34,11 @@ def test_the_cost_of_a_streamed_token_is_reported_for_the_own_port() -> None:
     result = run("stream_cost", "--tokens", "20", "--streams", "1,4", "--skip-serve")
     for row in result["direct"].values():
         assert {"worker_cpu_us", "router_cpu_us", "gap_p50_ms", "gap_p99_ms", "added_p99_ms"} == set(row)
+
+
+def test_the_cost_of_planning_a_step_is_reported_for_each_policy() -> None:
+    result = run("step_planning", "--running", "4", "--waiting", "20", "--steps", "10")
+    for policy in POLICIES:
+        for row in result[policy].values():
+            assert 0 < row["p10_ms"] <= row["median_ms"] <= row["p99_ms"]
+            assert row["running"] <= 16

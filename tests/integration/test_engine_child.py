@@ -165,7 +165,7 @@ async def test_kv_copied_between_two_engines_continues_the_same_text(workers: An
     for layer in range(writer.card.num_layers):
         for ours, theirs in zip(source.block_ids, grant.block_ids, strict=True):
             reader.memory.block(0, layer, theirs)[:] = writer.memory.block(0, layer, ours)
-    reader.child.send(StartSequence(seq_id="a", first_token=writer.tokens("a")[0]))
+    reader.child.send(StartSequence(seq_id="a", first_tokens=((0, writer.tokens("a")[0]),)))
     end = await reader.ended("a")
 
     assert reader.tokens("a") == whole.tokens("a")

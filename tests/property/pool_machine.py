@@ -25,6 +25,7 @@ class ModelOwner:
     tokens: list[int]
     reserved: set[int] = field(default_factory=set)
     is_reserved: bool = False
+    stays_nameless: bool = False
 
 
 @dataclass
@@ -32,15 +33,23 @@ class Resident:
     block: int
     parent: bytes
     idle_since: int = 0
+    uses: int = 0  # how often it was found; stays 0 where that does not matter
+
+    @property
+    def age(self) -> tuple[int, int]:
+        return self.uses, self.idle_since
 
 
 class PoolMachine(RuleBasedStateMachine):
     """Owners with prompts over two tokens come, grow, are named, leave, and are quarantined."""
 
-    @initialize(num_blocks=st.sampled_from([1, 4, 8, 10, 12, 14, 16, 20, 28, 40]))
-    def start(self, num_blocks: int) -> None:
+    @initialize(
+        num_blocks=st.sampled_from([1, 4, 8, 10, 12, 14, 16, 20, 28, 40]), eviction=st.sampled_from(["lru", "lfu"])
+    )
+    def start(self, num_blocks: int, eviction: str) -> None:
         self.num_blocks = num_blocks
-        self.pool = BlockPool(num_blocks)
+        self.pool = BlockPool(num_blocks, eviction=eviction)
+        self.counts_uses = eviction == "lfu"
         self.owners: dict[str, ModelOwner] = {}
         self.resident: dict[bytes, Resident] = {}
         self.quarantines: dict[str, list[int]] = {}
@@ -91,7 +100,7 @@ class PoolMachine(RuleBasedStateMachine):
         return removed
 
     def take_over_evictions(self, need: int, hits: list[bytes]) -> None:
-        """Only idle blocks, the longest idle first, leaves first, and hardly more than the need."""
+        """Only idle blocks, the least used or longest idle first, leaves first, and hardly more than the need."""
         free, cached = self.free(), self.cached() - {self.resident[name].block for name in hits}
         removed = self.take_over()
         runs_needed = len(group_runs(free)) if len(free) < need else fewest_runs(free, need)
@@ -100,8 +109,8 @@ class PoolMachine(RuleBasedStateMachine):
         assert len(removed) <= max(0, need - len(free)) + min(3 * need + 256, len(cached) // 8)
         evicted = [self.resident.pop(name) for name in removed]
         assert {entry.block for entry in evicted} <= cached
-        rest = [entry.idle_since for name, entry in self.resident.items() if entry.block in cached]
-        assert max((e.idle_since for e in evicted), default=0) <= min(rest, default=self.clock)
+        rest = [entry.age for entry in self.resident.values() if entry.block in cached]
+        assert not evicted or not rest or max(entry.age for entry in evicted) <= min(rest)
         assert all(entry.parent == ROOT or entry.parent in self.resident for entry in self.resident.values())
 
     def lose_names(self, expected: set[bytes]) -> None:
@@ -138,6 +147,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.check_fresh(fresh, need - len(hits))
         for name in hits:
             self.resident[name].idle_since = 0
+            self.resident[name].uses += self.counts_uses
         tokens = [*prompt, *(7 for _ in range(spare))]
         self.owners[owner] = ModelOwner(
             list(got.block_ids), hits, tokens, set(fresh) if reserved else set(), is_reserved=reserved
@@ -184,6 +194,8 @@ class PoolMachine(RuleBasedStateMachine):
                     self.pool.name_block(owner, index, name, parent)
                 return
             self.pool.name_block(owner, index, name, parent)
+            if entry.stays_nameless:
+                break
             self.pool.name_block(owner, index, name, parent)  # again: nothing
             entry.names.append(name)
             self.resident.setdefault(name, Resident(entry.blocks[index], parent)).idle_since = 0
@@ -195,6 +207,30 @@ class PoolMachine(RuleBasedStateMachine):
         owner = self.some_owner(pick)
         self.pool.activate(owner)
         self.owners[owner].reserved, self.owners[owner].is_reserved = set(), False
+
+    @precondition(lambda self: self.owners)
+    @rule(pick=picks, shared=st.integers(0, 8), fresh=st.integers(0, 3))
+    def fork(self, pick: int, shared: int, fresh: int) -> None:
+        """Another owner of the first blocks: it has their names, and no other names for them."""
+        owner = self.some_owner(pick)
+        entry = self.owners[owner]
+        shared = min(shared, len(entry.blocks))
+        self.serial += 1
+        new_owner, before = f"owner-{self.serial}", self.pool.counts()
+        refused = ValueError if entry.is_reserved else OutOfBlocks
+        if entry.is_reserved or fresh > len(self.free()) + len(self.cached()):
+            with pytest.raises(refused):
+                self.pool.fork(owner, new_owner, shared, fresh)
+            assert self.pool.counts() == before
+            return
+        got = list(self.pool.fork(owner, new_owner, shared, fresh))
+        assert got[:shared] == entry.blocks[:shared]
+        self.take_over_evictions(fresh, [])
+        self.check_fresh(got[shared:], fresh)
+        is_nameless = len(entry.names) < shared
+        entry.stays_nameless |= is_nameless
+        tokens = [*entry.tokens[:shared], *(self.serial % 2 for _ in range(fresh))]
+        self.owners[new_owner] = ModelOwner(got, entry.names[:shared], tokens, stays_nameless=is_nameless)
 
     @precondition(lambda self: self.owners)
     @rule(pick=picks, quarantine=st.sampled_from([False, False, False, True]))

@@ -22,7 +22,7 @@ TestPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=N
 def test_pool_and_model_agree_through_a_long_life(seed: int) -> None:
     """The same rules, drawn so that the pool is mostly full and its blocks mostly named."""
     rng, machine = random.Random(seed), PoolMachine()
-    machine.start(rng.choice([9, 12, 16, 24, 40]))
+    machine.start(rng.choice([9, 12, 16, 24, 40]), "lfu" if seed % 3 == 0 else "lru")
     for _ in range(250):
         action, pick, owners = rng.random(), rng.randrange(64), machine.owners
         tokens = [rng.randrange(2) for _ in range(rng.randrange(9))]

@@ -6,6 +6,7 @@ it must hold what that sequence's tokens say; so a wrong prefix hit, a block giv
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,8 +19,11 @@ from kvstore.pool import BlockPool
 from services.engine.budget import share_budget
 from services.engine.intake import Limits
 from services.engine.messages import AddSequence, ReserveSequence, Sampling, SequenceOutput, StartSequence
+from services.engine.placing import MAX_OVERTAKEN
+from services.engine.policies import POLICIES
+from services.engine.rules import DEFAULT_RULES, Rules
 from services.engine.runner import Tally, tally_of
-from services.engine.scheduler import MAX_OVERTAKEN, Scheduler, Step
+from services.engine.scheduler import Scheduler, Step
 from services.engine.sequence import Phase, Sequence
 
 VOCAB = 50
@@ -37,6 +41,9 @@ class Scenario:
     max_seqs: int
     seed: int
     kinds: tuple[str, ...]  # of each request: whole, hand-off, reserve, reserve-lost
+    rules: Rules = DEFAULT_RULES
+    prefix_cache: bool = True
+    eviction: str = "lru"
 
 
 @st.composite
@@ -65,16 +72,18 @@ class World:
     due: list[tuple[int, str, str]] = field(default_factory=list)  # (step, action, sequence)
     tokens: dict[str, list[int]] = field(default_factory=dict)  # what each sequence gave
     ends: dict[str, str] = field(default_factory=dict)
+    dropped: set[str] = field(default_factory=set)  # choices that were not wanted to their end
     tally: Tally = field(default_factory=Tally)
 
     @classmethod
     def of(cls, scenario: Scenario) -> World:
         limits = Limits(scenario.num_blocks, scenario.block_size, MODEL_LEN, VOCAB)
         scheduler = Scheduler(
-            BlockPool(scenario.num_blocks),
+            BlockPool(scenario.num_blocks, scenario.prefix_cache, scenario.eviction),
             limits,
             max_num_batched_tokens=scenario.budget,
             max_num_seqs=scenario.max_seqs,
+            rules=scenario.rules,
         )
         return cls(scenario, random.Random(scenario.seed), scheduler)
 
@@ -103,6 +112,7 @@ class World:
                 block_names=tuple(block_names(prompt, size, root)),
                 hand_off=kind == "hand-off",
                 priority=self.random.choice([0, 0, 0, 1]),
+                n=1 if outputs else self.random.choice([1, 1, 2, 5]),
             )
             found.append((self.random.randint(1, 20), kind, message))
         return found
@@ -125,9 +135,26 @@ class World:
             for position in range(work.start, work.stop):
                 assert seq.block_ids[position // self.scenario.block_size] not in quarantined
                 self.slots[self.slot(seq, position)] = self.digest(seq, position)
-            if work.samples:
-                tokens[seq.seq_id] = self.random.randrange(VOCAB)
+            tokens |= {key: self.random.randrange(VOCAB) for key, _ in work.draws}
         return tokens
+
+    def copy_blocks(self) -> None:
+        size = self.scenario.block_size
+        for source, target in self.scheduler.roster.take_copies():
+            for offset in range(size):
+                if source * size + offset in self.slots:
+                    self.slots[target * size + offset] = self.slots[source * size + offset]
+
+    def drop_some_choice(self) -> None:
+        """The router found a stop string in one choice of several."""
+        groups = [g for g, choices in self.scheduler.roster.groups.items() if len(choices) > 1]
+        if groups and self.random.random() < 0.1:
+            group = self.random.choice(groups)
+            choice = self.random.choice(list(self.scheduler.roster.groups[group]))
+            if any(c in self.scheduler.roster.groups[group] for c in range(choice)):  # the first one stays
+                self.scheduler.drop(group, choice)
+                self.dropped.add(name_of(group, choice))
+                self.scheduler.roster.check()
 
     def peer_writes(self, seq: Sequence) -> None:
         """The writer of a hand-off fills what the reader does not have."""
@@ -137,11 +164,12 @@ class World:
     def take(self, output: SequenceOutput | None) -> None:
         if output is None:
             return
-        assert output.seq_id not in self.ends
-        given = self.tokens.setdefault(output.seq_id, [])
+        name = name_of(output.seq_id, output.choice)
+        assert name not in self.ends
+        given = self.tokens.setdefault(name, [])
         given += output.token_ids
         if output.finish_reason:
-            self.ends[output.seq_id] = output.finish_reason
+            self.ends[name] = output.finish_reason
 
     def peers_act(self, now: int) -> None:
         for at, action, seq_id in sorted(self.due):
@@ -153,7 +181,10 @@ class World:
                 self.scheduler.release(seq_id)
             elif action == "start" and seq is not None:
                 self.peer_writes(seq)
-                self.take(self.scheduler.start(StartSequence(seq_id=seq_id, first_token=self.random.randrange(VOCAB))))
+                tokens = tuple((choice, self.random.randrange(VOCAB)) for choice in seq.choices)
+                for output in self.scheduler.start(StartSequence(seq_id=seq_id, first_tokens=tokens)):
+                    self.take(output)
+                self.copy_blocks()
             elif action == "lose" and seq is not None:
                 self.fenced_blocks[seq_id] = set(seq.block_ids)
                 self.take(self.scheduler.abort(seq_id, quarantine=True))
@@ -170,8 +201,16 @@ class World:
     def after_complete(self, outputs: list[SequenceOutput], now: int) -> None:
         for output in outputs:
             self.take(output)
-            if output.seq_id.startswith("hand-off"):
+            if output.seq_id.startswith("hand-off") and output.choice == 0:
                 self.due.append((now + self.random.randint(1, 6), "release", output.seq_id))
+
+
+def name_of(seq_id: str, choice: int) -> str:
+    return f"{seq_id}/{choice}" if choice else seq_id
+
+
+def names_of(message: AddSequence) -> list[str]:
+    return [name_of(message.seq_id, choice) for choice in range(message.n)]
 
 
 def check_step(world: World, step: Step, running_before: dict[str, int]) -> None:
@@ -180,12 +219,15 @@ def check_step(world: World, step: Step, running_before: dict[str, int]) -> None
     ids = [w.sequence.seq_id for w in step.work]
     assert len(set(ids)) == len(ids) <= scenario.max_seqs
     assert sum(w.count for w in step.work) <= scenario.budget
+    assert all(s.block_ids for s in (*step.started, *step.reserved))
     for work in step.work:
         seq = work.sequence
         assert seq.phase is Phase.RUNNING
         assert work.start == seq.num_computed_tokens
         assert 1 <= work.count <= seq.num_missing_tokens
         assert work.stop <= len(seq.block_ids) * scenario.block_size
+    if scenario.rules != DEFAULT_RULES:
+        return
     decodes = [w for w in step.work if w.sequence.seq_id in running_before and running_before[w.sequence.seq_id] == 1]
     prefills = [s for s in scheduler.roster.running.values() if running_before.get(s.seq_id, 0) > 1]
     if prefills and len(step.work) < scenario.max_seqs:
@@ -217,14 +259,43 @@ def steps_of(world: World) -> Iterator[Step]:
         world.after_schedule(step)
         tokens = world.run_work(step)
         world.tally += tally_of(step.work, sum(w.count for w in step.work))
-        world.after_complete(world.scheduler.complete(step, tokens, {}), now)
+        outputs = world.scheduler.complete(step, tokens, {})
+        world.copy_blocks()
+        world.after_complete(outputs, now)
+        world.drop_some_choice()
         world.scheduler.roster.check()
         yield step
+
+
+rules = st.builds(
+    Rules,
+    policy=st.sampled_from(sorted(POLICIES)),
+    batching=st.sampled_from(["continuous", "continuous", "continuous", "static", "request"]),
+    ageing_bound_tokens=st.sampled_from([1, 20, 100, 10_000]),
+    lpm_queue_bound=st.sampled_from([0, 4, 128]),
+    long_prefill_threshold_tokens=st.sampled_from([0, 0, 1, 7]),
+    mixed_batches=st.booleans(),
+    prefill_interval_steps=st.sampled_from([1, 1, 2, 5]),
+    admission_watermark=st.sampled_from([0.0, 0.0, 0.1, 0.9]),
+    reserve_output=st.sampled_from([0.0, 0.0, 0.5, 2.0]),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(scenarios(), rules, st.booleans(), st.sampled_from(["lru", "lfu"]))
+def test_every_load_ends_right_under_every_policy_and_setting(
+    scenario: Scenario, rules: Rules, prefix_cache: bool, eviction: str
+) -> None:
+    check_load(dataclasses.replace(scenario, rules=rules, prefix_cache=prefix_cache, eviction=eviction))
 
 
 @settings(max_examples=120, deadline=None)
 @given(scenarios())
 def test_every_load_ends_with_right_kv_within_budget_and_with_books_that_agree(scenario: Scenario) -> None:
+    check_load(scenario)
+
+
+def check_load(scenario: Scenario) -> None:
     world = World.of(scenario)
     messages = {m.seq_id: m for _, _, m in World.of(scenario).messages()}
     for _ in steps_of(world):
@@ -233,12 +304,16 @@ def test_every_load_ends_with_right_kv_within_budget_and_with_books_that_agree(s
         left = message.sampling.max_tokens - len(message.output_ids)
         if seq_id.startswith("reserve-lost"):
             assert world.ends[seq_id] == "abort"
-        elif seq_id.startswith("hand-off"):
-            assert len(world.tokens[seq_id]) == 1
-            assert world.ends.get(seq_id, "") == ("length" if left == 1 else "")
-        else:
-            assert len(world.tokens[seq_id]) == left
-            assert world.ends[seq_id] == "length"
+            continue
+        for name in names_of(message):
+            if name in world.dropped:
+                assert len(world.tokens.get(name, ())) <= left
+            elif seq_id.startswith("hand-off"):
+                assert len(world.tokens[name]) == 1
+                assert world.ends.get(name, "") == ("length" if left == 1 else "")
+            else:
+                assert len(world.tokens[name]) == left
+                assert world.ends[name] == "length"
     check_accounting(world, messages)
     counts = world.scheduler.roster.pool.counts()
     assert counts.used == counts.reserved == counts.quarantined == 0
@@ -249,7 +324,8 @@ def check_accounting(world: World, messages: dict[str, AddSequence]) -> None:
     prompts = sum(len(m.prompt_ids) for m in messages.values() if not m.seq_id.startswith("reserve"))
     assert world.tally.prompt_tokens_computed + world.scheduler.roster.prompt_tokens_cached == prompts
     decoding = [m for m in messages.values() if not m.seq_id.startswith(("reserve-lost", "hand-off"))]
-    assert world.tally.decode_tokens_forwarded == sum(len(world.tokens[m.seq_id]) - 1 for m in decoding)
+    answers = [world.tokens.get(name, []) for m in decoding for name in names_of(m)]
+    assert world.tally.decode_tokens_forwarded == sum(max(0, len(answer) - 1) for answer in answers)
 
 
 @settings(max_examples=60, deadline=None)

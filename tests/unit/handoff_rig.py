@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -110,7 +110,7 @@ class Pair:
 
     # --- the path of one request, a step at a time ---
 
-    async def submit(self, request_id: str = "r", attempt: int = 0, remaining_ms: int = 20_000) -> str:
+    async def submit(self, request_id: str = "r", attempt: int = 0, remaining_ms: int = 20_000, n: int = 1) -> str:
         d = self.d.core.registration
         await self.p.core.submit(
             worker_pb2.SubmitRequest(
@@ -123,6 +123,7 @@ class Pair:
                     remaining_ms=remaining_ms,
                     root_digest=b"root",
                     sampling=worker_pb2.Sampling(max_tokens=8),
+                    n=n,
                 ),
                 reader=worker_pb2.Reader(worker_id=d.worker_id, epoch=d.epoch, address=d.address),
             )
@@ -146,6 +147,23 @@ class Pair:
     def token(self, seq_id: str, token: int = 7, finish: str = "") -> None:
         output = m.SequenceOutput(seq_id=seq_id, position=0, token_ids=(token,), finish_reason=finish, cached_tokens=16)
         self.p.core.on_engine(m.StepDone(outputs=(output,), stored=(), removed=(), stats=m.Stats()))
+
+    def first_tokens(self, seq_id: str, tokens: dict[int, int], ended: Collection[int] = ()) -> None:
+        """Token 1 of each choice, in one step of P's engine."""
+        outputs = tuple(
+            m.SequenceOutput(
+                seq_id=seq_id, position=0, token_ids=(token,), choice=i, finish_reason="stop" if i in ended else ""
+            )
+            for i, token in tokens.items()
+        )
+        self.p.core.on_engine(m.StepDone(outputs=outputs, stored=(), removed=(), stats=m.Stats()))
+
+    def decoded(self, seq_id: str, choice: int, position: int, token: int, finish: str = "") -> None:
+        """One token of one choice, in a step of D's engine."""
+        output = m.SequenceOutput(
+            seq_id=seq_id, position=position, token_ids=(token,), choice=choice, finish_reason=finish
+        )
+        self.d.core.on_engine(m.StepDone(outputs=(output,), stored=(), removed=(), stats=m.Stats()))
 
     def pushed(self, ticket_id: str, extents: tuple[t.Extent, ...] | None = None) -> None:
         whole = tuple(t.Extent(layer=i, block=10, count=3, digest=i + 1) for i in range(2))

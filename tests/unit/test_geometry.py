@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.errors import ConfigError, GeometryMismatch
 from kvstore.geometry import ITEMSIZE, KVGeometry, KVGroup, check_same_layout
+from kvstore.tensors import KVMemory
 
 GROUP = KVGroup(num_layers=3, num_kv_heads=2, head_dim=4, block_size=16, dtype="bfloat16")
 groups = st.builds(
@@ -54,6 +56,31 @@ def test_a_geometry_survives_plain_data(geometry: KVGeometry) -> None:
 def test_bytes_of_a_block_and_a_token() -> None:
     assert GROUP.block_bytes == 2 * 2 * 16 * 4 * 2  # K and V, heads, tokens, head_dim, bytes
     assert GROUP.token_bytes == 3 * 2 * 2 * 4 * 2
+
+
+def page_bytes(block_size: int, num_kv_heads: int, head_size: int, itemsize: int) -> int:
+    """What other engines take for a page of one layer: K and V of each token and head."""
+    return sum(itemsize for _ in range(2 * block_size * num_kv_heads * head_size))
+
+
+def test_a_block_of_the_default_model_is_a_page_of_12288_bytes() -> None:
+    group = KVGroup(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype="bfloat16")
+    assert group.block_bytes == page_bytes(16, 3, 64, 2) == 12_288
+    assert group.token_bytes == 23_040
+
+
+@settings(max_examples=30, deadline=None)
+@given(groups, st.integers(1, 40))
+def test_the_capacity_formula_gives_the_bytes_that_are_really_allocated(group: KVGroup, num_blocks: int) -> None:
+    memory = KVMemory.create(KVGeometry(groups=(group,), num_blocks=(num_blocks,)))
+    try:
+        allocated = os.fstat(memory.fd).st_size
+        page = page_bytes(group.block_size, group.num_kv_heads, group.head_dim, ITEMSIZE[group.dtype])
+        assert allocated == memory.geometry.total_bytes == len(memory.buffer) == num_blocks * group.num_layers * page
+        assert group.blocks_within(allocated) == num_blocks
+        assert group.blocks_within(allocated - 1) == num_blocks - 1
+    finally:
+        memory.close()
 
 
 @pytest.mark.parametrize("name", ["num_layers", "num_kv_heads", "head_dim", "block_size"])

@@ -30,7 +30,7 @@ async def test_a_hand_off_follows_the_table_on_both_sides_and_frees_the_writer(p
     pair.pushed(ticket.ticket_id)
     await pair.verified()
     start = await pair.d.sent(m.StartSequence, "engine")
-    assert start.first_token == 7
+    assert start.first_tokens == ((0, 7),)
     await pair.p.sent(m.ReleaseSequence, "engine")
     await pair.p.sent(t.CloseSource)
     for half in (pair.p, pair.d):
@@ -253,7 +253,7 @@ async def test_a_second_commit_gives_the_first_ones_answer(pair: Pair) -> None:
     request = worker_pb2.CommitRequest(
         ticket_id=ticket.ticket_id,
         attempt=0,
-        first_token=7,
+        first_tokens=[worker_pb2.FirstToken(choice=0, token_id=7)],
         extents=[worker_pb2.Extent(layer=i, block=10, count=3) for i in range(2)],
     )
     first = asyncio.create_task(pair.d.core.role.commit(request))

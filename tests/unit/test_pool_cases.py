@@ -206,3 +206,69 @@ def test_a_sequence_grows_in_place() -> None:
     assert group_runs(pool.block_ids("a")) == [(first[0], 15)]
     pool.extend("a")
     assert len(group_runs(pool.block_ids("a"))) == 2
+
+
+def test_a_fork_refers_to_the_same_blocks_and_adds_its_own() -> None:
+    pool = BlockPool(6)
+    names = named(pool, "a", [1, 2])
+    (tail,) = pool.extend("a")
+    table = pool.fork("a", "b", 2, 1)
+    assert table == pool.block_ids("b")
+    assert table[:2] == pool.block_ids("a")[:2]
+    assert table[2] not in pool.block_ids("a")
+    assert pool.counts().used == 4
+    pool.release("a")
+    assert pool.counts() == PoolCounts(total=6, free=3, used=3, cached=0, reserved=0, quarantined=0)
+    assert pool.lookup(names) == 2
+    assert tail in pool.acquire("c", 3).block_ids
+    pool.check()
+
+
+def test_a_fork_that_finds_no_block_changes_nothing() -> None:
+    pool = BlockPool(3)
+    pool.acquire("a", 3)
+    with pytest.raises(OutOfBlocks):
+        pool.fork("a", "b", 2, 1)
+    assert pool.counts().used == 3
+    assert pool.fork("a", "b", 2) == pool.block_ids("a")[:2]
+    with pytest.raises(ValueError, match="cannot share"):
+        pool.fork("a", "b", 2)
+    with pytest.raises(ValueError, match="cannot share"):
+        pool.fork("a", "c", 4)
+    pool.check()
+
+
+def test_blocks_shared_before_they_have_a_name_never_get_one() -> None:
+    pool = BlockPool(4)
+    names = block_names([1, 2], 1, ROOT)
+    pool.acquire("a", 2)
+    pool.name_block("a", 0, names[0], ROOT)
+    pool.fork("a", "b", 2)
+    for owner in ("a", "b"):
+        pool.name_block(owner, 0, names[0], ROOT)
+        pool.name_block(owner, 1, names[1], names[0])
+    assert pool.lookup(names) == 1
+    pool.check()
+
+
+def test_reserved_blocks_are_not_shared() -> None:
+    pool = BlockPool(4)
+    pool.acquire("a", 2, reserved=True)
+    with pytest.raises(ValueError, match="cannot share"):
+        pool.fork("a", "b", 1)
+    pool.activate("a")
+    pool.fork("a", "b", 1)
+    pool.check()
+
+
+def test_shared_blocks_of_a_quarantined_owner_are_free_when_the_other_lets_go_and_the_fence_came() -> None:
+    pool = BlockPool(4)
+    named(pool, "a", [1, 2])
+    pool.fork("a", "b", 2, 1)
+    pool.release("a", quarantine=True)
+    assert pool.counts().quarantined == 0
+    pool.release("b")
+    assert pool.counts() == PoolCounts(total=4, free=2, used=0, cached=0, reserved=0, quarantined=2)
+    pool.unquarantine("a")
+    assert pool.counts().free == 4
+    pool.check()

@@ -273,8 +273,7 @@ def test_a_reserve_gets_blocks_is_started_and_computes_no_prompt() -> None:
     assert [s.seq_id for s in plan.reserved] == ["a"]
     assert not plan.work
     assert scheduler.roster.pool.counts().reserved == 3
-    first = scheduler.start(StartSequence(seq_id="a", first_token=9))
-    assert first is not None
+    (first,) = scheduler.start(StartSequence(seq_id="a", first_tokens=((0, 9),)))
     assert (first.position, first.token_ids) == (0, (9,))
     assert scheduler.roster.pool.lookup(block_names(range(3, 13), SIZE, ROOT)) == 2
     done = []
@@ -331,7 +330,7 @@ def test_reserves_do_not_take_the_blocks_of_a_preempted_sequence() -> None:
 
 def test_a_start_for_an_unknown_sequence_changes_nothing() -> None:
     scheduler = make()
-    assert scheduler.start(StartSequence(seq_id="a", first_token=9)) is None
+    assert scheduler.start(StartSequence(seq_id="a", first_tokens=((0, 9),))) == []
     assert scheduler.abort("a") is None
 
 
@@ -375,7 +374,7 @@ def test_when_decodes_exceed_the_budget_they_take_turns() -> None:
         scheduler.reserve(ReserveSequence(sequence=request(str(i), [10 * i + 5], max_tokens=20)))
     step(scheduler)
     for i in range(3):
-        scheduler.start(StartSequence(seq_id=str(i), first_token=9))
+        scheduler.start(StartSequence(seq_id=str(i), first_tokens=((0, 9),)))
     for _ in range(12):
         assert len(step(scheduler)[0].work) == 2
     outputs = [s.num_outputs for s in scheduler.roster.sequences.values()]

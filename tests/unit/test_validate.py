@@ -183,9 +183,12 @@ def test_a_feature_that_is_not_there_is_refused_but_its_neutral_values_are_not(f
             assert (error.code, error.param) == (ErrorCode.NOT_YET_SUPPORTED, field)
 
 
-def test_several_choices_are_not_there_yet() -> None:
-    assert chat(n=1).prompts == ()
-    assert refusal(chat, n=2).code is ErrorCode.NOT_YET_SUPPORTED
+def test_several_choices_are_drawn_but_not_more_than_are_given_out() -> None:
+    assert chat().n == chat(n=None).n == chat(n=1.0).n == 1
+    assert chat(n=3, best_of=3).n == 3
+    error = refusal(chat, n=2, best_of=3)
+    assert (error.code, error.param) == (ErrorCode.NOT_YET_SUPPORTED, "best_of")
+    assert refusal(chat, best_of=0).param == "best_of"
 
 
 def test_unknown_fields_are_named_and_known_ones_without_effect_are_not() -> None:

@@ -24,23 +24,33 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'services/protocol/proto/inference.proto\x12\x08pdray.v1\"\xb8\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.pdray.v1.TokenIdsH\x00\x12*\n\x08sampling\x18\x04 \x01(\x0b\x32\x18.pdray.v1.SamplingParams\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x12\n\ncache_salt\x18\x06 \x01(\tB\x07\n\x05input\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x9c\x02\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x03H\x03\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x04\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x06 \x01(\rH\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x12\n\nignore_eos\x18\t \x01(\x08\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokens\"~\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\x12\x1e\n\x05usage\x18\x05 \x01(\x0b\x32\x0f.pdray.v1.Usage\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r2P\n\tInference\x12\x43\n\x08Generate\x12\x19.pdray.v1.GenerateRequest\x1a\x1a.pdray.v1.GenerateResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'services/protocol/proto/inference.proto\x12\x08pdray.v1\"\xb8\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.pdray.v1.TokenIdsH\x00\x12*\n\x08sampling\x18\x04 \x01(\x0b\x32\x18.pdray.v1.SamplingParams\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x12\n\ncache_salt\x18\x06 \x01(\tB\x07\n\x05input\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xf0\x05\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x03H\x03\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x04\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x06 \x01(\rH\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12\x0e\n\x01n\x18\n \x01(\rH\x06\x88\x01\x01\x12\x12\n\x05min_p\x18\x0b \x01(\x01H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0c \x01(\x01H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\r \x01(\x01H\t\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0e \x01(\x01H\n\x88\x01\x01\x12;\n\nlogit_bias\x18\x0f \x03(\x0b\x32\'.pdray.v1.SamplingParams.LogitBiasEntry\x12\x15\n\x08logprobs\x18\x10 \x01(\rH\x0b\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x11 \x01(\rH\x0c\x88\x01\x01\x12\x37\n\x12structured_outputs\x18\x12 \x01(\x0b\x32\x1b.pdray.v1.StructuredOutputs\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x04\n\x02_nB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\x89\x01\n\x11StructuredOutputs\x12\x15\n\x0bjson_object\x18\x01 \x01(\x08H\x00\x12\x0e\n\x04json\x18\x02 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12!\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x0f.pdray.v1.TextsH\x00\x12\x11\n\x07grammar\x18\x05 \x01(\tH\x00\x42\x06\n\x04kind\"\x16\n\x05Texts\x12\r\n\x05texts\x18\x01 \x03(\t\"g\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0f\n\x07top_ids\x18\x04 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x05 \x03(\x02\"\xeb\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\x12\x1e\n\x05usage\x18\x05 \x01(\x0b\x32\x0f.pdray.v1.Usage\x12\x0e\n\x06\x63hoice\x18\x06 \x01(\r\x12)\n\x08logprobs\x18\x07 \x03(\x0b\x32\x17.pdray.v1.TokenLogprobs\x12\x30\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x17.pdray.v1.TokenLogprobs\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r2P\n\tInference\x12\x43\n\x08Generate\x12\x19.pdray.v1.GenerateRequest\x1a\x1a.pdray.v1.GenerateResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'services.protocol.proto.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_GENERATEREQUEST']._serialized_start=54
   _globals['_GENERATEREQUEST']._serialized_end=238
   _globals['_TOKENIDS']._serialized_start=240
   _globals['_TOKENIDS']._serialized_end=263
   _globals['_SAMPLINGPARAMS']._serialized_start=266
-  _globals['_SAMPLINGPARAMS']._serialized_end=550
-  _globals['_GENERATERESPONSE']._serialized_start=552
-  _globals['_GENERATERESPONSE']._serialized_end=678
-  _globals['_USAGE']._serialized_start=680
-  _globals['_USAGE']._serialized_end=760
-  _globals['_INFERENCE']._serialized_start=762
-  _globals['_INFERENCE']._serialized_end=842
+  _globals['_SAMPLINGPARAMS']._serialized_end=1018
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=780
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=828
+  _globals['_STRUCTUREDOUTPUTS']._serialized_start=1021
+  _globals['_STRUCTUREDOUTPUTS']._serialized_end=1158
+  _globals['_TEXTS']._serialized_start=1160
+  _globals['_TEXTS']._serialized_end=1182
+  _globals['_TOKENLOGPROBS']._serialized_start=1184
+  _globals['_TOKENLOGPROBS']._serialized_end=1287
+  _globals['_GENERATERESPONSE']._serialized_start=1290
+  _globals['_GENERATERESPONSE']._serialized_end=1525
+  _globals['_USAGE']._serialized_start=1527
+  _globals['_USAGE']._serialized_end=1607
+  _globals['_INFERENCE']._serialized_start=1609
+  _globals['_INFERENCE']._serialized_end=1689
 # @@protoc_insertion_point(module_scope)

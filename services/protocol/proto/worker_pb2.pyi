@@ -59,7 +59,14 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Sampling(_message.Message):
-    __slots__ = ("temperature", "top_p", "top_k", "seed", "max_tokens", "min_tokens", "ignore_eos", "stop_token_ids")
+    __slots__ = ("temperature", "top_p", "top_k", "seed", "max_tokens", "min_tokens", "ignore_eos", "stop_token_ids", "min_p", "penalties", "logit_bias", "logprobs", "prompt_logprobs", "grammar")
+    class LogitBiasEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: float
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
@@ -68,6 +75,12 @@ class Sampling(_message.Message):
     MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    PENALTIES_FIELD_NUMBER: _ClassVar[int]
+    LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_p: float
     top_k: int
@@ -76,10 +89,46 @@ class Sampling(_message.Message):
     min_tokens: int
     ignore_eos: bool
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    min_p: float
+    penalties: Penalties
+    logit_bias: _containers.ScalarMap[int, float]
+    logprobs: int
+    prompt_logprobs: int
+    grammar: Grammar
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., min_p: _Optional[float] = ..., penalties: _Optional[_Union[Penalties, _Mapping]] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ...) -> None: ...
+
+class Penalties(_message.Message):
+    __slots__ = ("presence", "frequency", "repetition")
+    PRESENCE_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_FIELD_NUMBER: _ClassVar[int]
+    presence: float
+    frequency: float
+    repetition: float
+    def __init__(self, presence: _Optional[float] = ..., frequency: _Optional[float] = ..., repetition: _Optional[float] = ...) -> None: ...
+
+class Grammar(_message.Message):
+    __slots__ = ("kind", "text")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    text: str
+    def __init__(self, kind: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
+
+class TokenLogprobs(_message.Message):
+    __slots__ = ("logprob", "rank", "top_ids", "top_logprobs")
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    TOP_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    logprob: float
+    rank: int
+    top_ids: _containers.RepeatedScalarFieldContainer[int]
+    top_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, logprob: _Optional[float] = ..., rank: _Optional[int] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("request_id", "attempt", "router_id", "router_epoch", "prompt_ids", "output_ids", "root_digest", "block_names", "sampling", "remaining_ms", "priority")
+    __slots__ = ("request_id", "attempt", "router_id", "router_epoch", "prompt_ids", "output_ids", "root_digest", "block_names", "sampling", "remaining_ms", "priority", "n")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +140,7 @@ class Request(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     REMAINING_MS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    N_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     router_id: str
@@ -102,7 +152,8 @@ class Request(_message.Message):
     sampling: Sampling
     remaining_ms: int
     priority: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., router_id: _Optional[str] = ..., router_epoch: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., root_digest: _Optional[bytes] = ..., block_names: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., remaining_ms: _Optional[int] = ..., priority: _Optional[int] = ...) -> None: ...
+    n: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., router_id: _Optional[str] = ..., router_epoch: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., root_digest: _Optional[bytes] = ..., block_names: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., remaining_ms: _Optional[int] = ..., priority: _Optional[int] = ..., n: _Optional[int] = ...) -> None: ...
 
 class Reader(_message.Message):
     __slots__ = ("worker_id", "epoch", "address")
@@ -127,14 +178,16 @@ class SubmitReply(_message.Message):
     def __init__(self) -> None: ...
 
 class AbortRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "reason")
+    __slots__ = ("request_id", "attempt", "reason", "choices")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    CHOICES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     reason: str
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    choices: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., reason: _Optional[str] = ..., choices: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AbortReply(_message.Message):
     __slots__ = ()
@@ -191,7 +244,7 @@ class StageTimes(_message.Message):
     def __init__(self, queue_ms: _Optional[float] = ..., kv_load_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ..., transfer_exposed_ms: _Optional[float] = ..., wait_ms: _Optional[float] = ...) -> None: ...
 
 class Output(_message.Message):
-    __slots__ = ("request_id", "attempt", "position", "token_ids", "finish_reason", "error", "cached_tokens", "times")
+    __slots__ = ("request_id", "attempt", "position", "token_ids", "finish_reason", "error", "cached_tokens", "times", "choice", "logprobs", "prompt_start", "prompt_logprobs")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -200,6 +253,10 @@ class Output(_message.Message):
     ERROR_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TIMES_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_START_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     position: int
@@ -208,7 +265,11 @@ class Output(_message.Message):
     error: Error
     cached_tokens: int
     times: StageTimes
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[str] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., times: _Optional[_Union[StageTimes, _Mapping]] = ...) -> None: ...
+    choice: int
+    logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
+    prompt_start: int
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[str] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., times: _Optional[_Union[StageTimes, _Mapping]] = ..., choice: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., prompt_start: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class TimelineEvent(_message.Message):
     __slots__ = ("request_id", "attempt", "name", "at_ms", "detail_json")
@@ -243,7 +304,7 @@ class HandoffReport(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., state: _Optional[str] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., bytes: _Optional[int] = ..., layers: _Optional[int] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("step", "running", "waiting", "waiting_prefill_tokens", "blocks_total", "blocks_free", "blocks_used", "blocks_cached", "blocks_reserved", "blocks_quarantined", "prompt_tokens_computed", "prompt_tokens_cached", "tokens_generated", "prefill_tokens_per_s", "step_ms", "tokens_forwarded", "tokens_recomputed", "stalled", "preemptions", "decode_tokens_forwarded")
+    __slots__ = ("step", "running", "waiting", "waiting_prefill_tokens", "blocks_total", "blocks_free", "blocks_used", "blocks_cached", "blocks_reserved", "blocks_quarantined", "prompt_tokens_computed", "prompt_tokens_cached", "tokens_generated", "prefill_tokens_per_s", "step_ms", "tokens_forwarded", "tokens_recomputed", "stalled", "preemptions", "decode_tokens_forwarded", "kv_unused_tokens", "kv_unwritten_blocks", "output_mispredictions", "admissions_held_back")
     STEP_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -264,6 +325,10 @@ class Load(_message.Message):
     STALLED_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     DECODE_TOKENS_FORWARDED_FIELD_NUMBER: _ClassVar[int]
+    KV_UNUSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_UNWRITTEN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_MISPREDICTIONS_FIELD_NUMBER: _ClassVar[int]
+    ADMISSIONS_HELD_BACK_FIELD_NUMBER: _ClassVar[int]
     step: int
     running: int
     waiting: int
@@ -284,7 +349,11 @@ class Load(_message.Message):
     stalled: bool
     preemptions: int
     decode_tokens_forwarded: int
-    def __init__(self, step: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_prefill_tokens: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_used: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_reserved: _Optional[int] = ..., blocks_quarantined: _Optional[int] = ..., prompt_tokens_computed: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., step_ms: _Optional[float] = ..., tokens_forwarded: _Optional[int] = ..., tokens_recomputed: _Optional[int] = ..., stalled: _Optional[bool] = ..., preemptions: _Optional[int] = ..., decode_tokens_forwarded: _Optional[int] = ...) -> None: ...
+    kv_unused_tokens: int
+    kv_unwritten_blocks: int
+    output_mispredictions: int
+    admissions_held_back: int
+    def __init__(self, step: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_prefill_tokens: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_used: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_reserved: _Optional[int] = ..., blocks_quarantined: _Optional[int] = ..., prompt_tokens_computed: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., step_ms: _Optional[float] = ..., tokens_forwarded: _Optional[int] = ..., tokens_recomputed: _Optional[int] = ..., stalled: _Optional[bool] = ..., preemptions: _Optional[int] = ..., decode_tokens_forwarded: _Optional[int] = ..., kv_unused_tokens: _Optional[int] = ..., kv_unwritten_blocks: _Optional[int] = ..., output_mispredictions: _Optional[int] = ..., admissions_held_back: _Optional[int] = ...) -> None: ...
 
 class WorkerMessage(_message.Message):
     __slots__ = ("worker_id", "epoch", "seq", "outputs", "events", "handoffs", "load", "registration")
@@ -356,23 +425,33 @@ class Extent(_message.Message):
     digest: int
     def __init__(self, layer: _Optional[int] = ..., block: _Optional[int] = ..., count: _Optional[int] = ..., digest: _Optional[int] = ...) -> None: ...
 
+class FirstToken(_message.Message):
+    __slots__ = ("choice", "token_id", "logprobs")
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    choice: int
+    token_id: int
+    logprobs: TokenLogprobs
+    def __init__(self, choice: _Optional[int] = ..., token_id: _Optional[int] = ..., logprobs: _Optional[_Union[TokenLogprobs, _Mapping]] = ...) -> None: ...
+
 class CommitRequest(_message.Message):
-    __slots__ = ("ticket_id", "request_id", "attempt", "first_token", "extents", "cached_tokens", "writer_epoch")
+    __slots__ = ("ticket_id", "request_id", "attempt", "first_tokens", "extents", "cached_tokens", "writer_epoch")
     TICKET_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     EXTENTS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     WRITER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     ticket_id: str
     request_id: str
     attempt: int
-    first_token: int
+    first_tokens: _containers.RepeatedCompositeFieldContainer[FirstToken]
     extents: _containers.RepeatedCompositeFieldContainer[Extent]
     cached_tokens: int
     writer_epoch: str
-    def __init__(self, ticket_id: _Optional[str] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., first_token: _Optional[int] = ..., extents: _Optional[_Iterable[_Union[Extent, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., writer_epoch: _Optional[str] = ...) -> None: ...
+    def __init__(self, ticket_id: _Optional[str] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., first_tokens: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ..., extents: _Optional[_Iterable[_Union[Extent, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., writer_epoch: _Optional[str] = ...) -> None: ...
 
 class CommitReply(_message.Message):
     __slots__ = ("state", "bad", "reason")

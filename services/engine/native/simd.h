@@ -1,0 +1,225 @@
+// Element types, small vector helpers, and the one matrix primitive that GEMM and attention are made of.
+//
+// A *tile* is what one k-step (32 inputs) of 16 outputs takes, contiguous in memory:
+//   bf16  [16 pairs of inputs][16 outputs][2]   1 KiB, the layout of TDPBF16PS and VDPBF16PS
+//   f32   [32 inputs][16 outputs]               2 KiB
+// A panel is two tiles side by side: [k-steps][2 tiles]. Rows never affect one another, and each output is summed in an
+// order that depends on k alone, so a row's result is the same in any company.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+namespace pdray {
+
+constexpr int STEP = 32;  // inputs of a k-step
+constexpr int WIDE = 16;  // outputs of a tile; rows of a block
+
+struct bf16 {
+  uint16_t bits;
+};
+
+inline float widen(bf16 x) {
+  uint32_t bits = uint32_t(x.bits) << 16;
+  float out;
+  std::memcpy(&out, &bits, 4);
+  return out;
+}
+inline float widen(float x) { return x; }
+
+template <class E>
+constexpr size_t tile_items() {
+  return STEP * WIDE;
+}
+
+// 16 floats from and to memory of either type.
+inline __m512 load16(const float* p) { return _mm512_loadu_ps(p); }
+inline __m512 load16(const bf16* p) {
+  return _mm512_castsi512_ps(
+      _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
+}
+inline void store16(float* p, __m512 x) { _mm512_storeu_ps(p, x); }
+
+// To nearest even; NaN stays NaN.
+inline __m256i narrow16(__m512 x) {
+#if defined(__AVX512BF16__)
+  return (__m256i)_mm512_cvtneps_pbh(x);
+#else
+  __m512i bits = _mm512_castps_si512(x);
+  __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+  rounded = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc00000));
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+#endif
+}
+inline void store16(bf16* p, __m512 x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow16(x)); }
+
+// exp for x <= 0 (and -inf), relative error under 2e-7.
+inline __m512 exp16(__m512 x) {
+  const __m512 low = _mm512_set1_ps(-87.5f);
+  __mmask16 none = _mm512_cmp_ps_mask(x, low, _CMP_LT_OQ);
+  __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f)), 8);
+  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+  __m512 y = _mm512_set1_ps(1.9875691500e-4f);
+  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.3981999507e-3f));
+  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(8.3334519073e-3f));
+  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(4.1665795894e-2f));
+  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.6666665459e-1f));
+  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(5.0000001201e-1f));
+  y = _mm512_fmadd_ps(y, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
+  return _mm512_maskz_scalef_ps(__mmask16(~none), y, n);
+}
+
+// x / (1 + exp(-x)), for any finite x; NaN stays NaN.
+inline __m512 silu16(__m512 x) {
+  __m512 magnitude = _mm512_abs_ps(x);
+  __m512 e = exp16(_mm512_sub_ps(_mm512_setzero_ps(), magnitude));  // in (0, 1]
+  __m512 one = _mm512_set1_ps(1.0f);
+  __mmask16 negative = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ);
+  __m512 top = _mm512_mask_mov_ps(one, negative, e);
+  return _mm512_mul_ps(x, _mm512_div_ps(top, _mm512_add_ps(one, e)));
+}
+
+// A 16 x 16 matrix of 32-bit items, transposed in registers.
+inline void transpose16(const __m512i in[16], __m512i out[16]) {
+  __m512i t[16], u[16];
+  for (int i = 0; i < 8; ++i) {
+    t[2 * i] = _mm512_unpacklo_epi32(in[2 * i], in[2 * i + 1]);
+    t[2 * i + 1] = _mm512_unpackhi_epi32(in[2 * i], in[2 * i + 1]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    u[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+    u[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+    u[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+    u[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    __m512i a = _mm512_shuffle_i32x4(u[i], u[4 + i], 0x88), b = _mm512_shuffle_i32x4(u[8 + i], u[12 + i], 0x88);
+    __m512i c = _mm512_shuffle_i32x4(u[i], u[4 + i], 0xdd), d = _mm512_shuffle_i32x4(u[8 + i], u[12 + i], 0xdd);
+    out[i] = _mm512_shuffle_i32x4(a, b, 0x88);
+    out[8 + i] = _mm512_shuffle_i32x4(a, b, 0xdd);
+    out[4 + i] = _mm512_shuffle_i32x4(c, d, 0x88);
+    out[12 + i] = _mm512_shuffle_i32x4(c, d, 0xdd);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------- multiply-add
+
+#if defined(__AMX_BF16__)
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+};
+// The compiler does not know that tile instructions read memory: what was stored before must be there.
+inline void settle(const void* at = nullptr) { asm volatile("" ::"r"(at) : "memory"); }
+inline void begin_tiles() {
+  TileConfig config;
+  for (int i = 0; i < 8; ++i) config.row_bytes[i] = 64, config.rows[i] = 16;
+  settle(&config);
+  _tile_loadconfig(&config);
+}
+inline void end_tiles() { _tile_release(); }
+#else
+inline void begin_tiles() {}
+inline void end_tiles() {}
+#endif
+
+// c[rows][16] += a[rows][32 * steps] . tiles; the tiles of one output column lie `tile_stride` items apart.
+template <int ROWS>
+inline void dot_rows(const bf16* a, size_t lda, const bf16* tiles, size_t tile_stride, int steps, float* c, size_t ldc) {
+  __m512 sum[ROWS];
+  for (int r = 0; r < ROWS; ++r) sum[r] = _mm512_setzero_ps();
+  for (int s = 0; s < steps; ++s, tiles += tile_stride) {
+    for (int p = 0; p < STEP / 2; ++p) {
+      __m512i b = _mm512_loadu_si512(tiles + p * 2 * WIDE);
+#if !defined(__AVX512BF16__)
+      __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(b, 16));
+      __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(b, _mm512_set1_epi32(int(0xffff0000))));
+#endif
+      for (int r = 0; r < ROWS; ++r) {
+        int32_t pair;
+        std::memcpy(&pair, a + r * lda + s * STEP + 2 * p, 4);
+#if defined(__AVX512BF16__)
+        sum[r] = _mm512_dpbf16_ps(sum[r], (__m512bh)_mm512_set1_epi32(pair), (__m512bh)b);
+#else
+        sum[r] = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_set1_epi32(pair << 16)), even, sum[r]);
+        sum[r] = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_set1_epi32(pair & int(0xffff0000))), odd, sum[r]);
+#endif
+      }
+    }
+  }
+  for (int r = 0; r < ROWS; ++r) _mm512_storeu_ps(c + r * ldc, sum[r]);
+}
+
+template <int ROWS>
+inline void dot_rows(const float* a, size_t lda, const float* tiles, size_t tile_stride, int steps, float* c,
+                     size_t ldc) {
+  __m512 sum[ROWS];
+  for (int r = 0; r < ROWS; ++r) sum[r] = _mm512_setzero_ps();
+  for (int s = 0; s < steps; ++s, tiles += tile_stride)
+    for (int k = 0; k < STEP; ++k) {
+      __m512 b = _mm512_loadu_ps(tiles + k * WIDE);
+      for (int r = 0; r < ROWS; ++r) sum[r] = _mm512_fmadd_ps(_mm512_set1_ps(a[r * lda + s * STEP + k]), b, sum[r]);
+    }
+  for (int r = 0; r < ROWS; ++r) _mm512_storeu_ps(c + r * ldc, sum[r]);
+}
+
+// Two columns of tiles at once, for few rows: each weight is read once and twice as many sums are under way.
+template <class E>
+inline void dot_block(int rows, const E* a, size_t lda, const E* tiles, size_t tile_stride, int steps, float* c,
+                      size_t ldc) {
+  if (rows <= 1) return dot_rows<1>(a, lda, tiles, tile_stride, steps, c, ldc);
+  if (rows <= 2) return dot_rows<2>(a, lda, tiles, tile_stride, steps, c, ldc);
+  if (rows <= 4) return dot_rows<4>(a, lda, tiles, tile_stride, steps, c, ldc);
+  if (rows <= 8) return dot_rows<8>(a, lda, tiles, tile_stride, steps, c, ldc);
+  dot_rows<16>(a, lda, tiles, tile_stride, steps, c, ldc);
+}
+
+// c[rows][16 * columns] = a[rows][32 * steps] . tiles.  Tile (step s, column j) lies at s * step_stride + j * column_stride.
+// `a` must be readable for 16 rows; rows past `rows` are computed or not, and never affect the others.
+template <class E>
+inline void multiply(int rows, const E* a, size_t lda, const E* tiles, size_t step_stride, size_t column_stride,
+                     int steps, int columns, float* c, size_t ldc) {
+  for (int j = 0; j < columns; ++j)
+    dot_block<E>(rows, a, lda, tiles + j * column_stride, step_stride, steps, c + j * WIDE, ldc);
+}
+
+#if defined(__AMX_BF16__)
+template <>
+inline void multiply<bf16>(int rows, const bf16* a, size_t lda, const bf16* tiles, size_t step_stride,
+                           size_t column_stride, int steps, int columns, float* c, size_t ldc) {
+  (void)rows;
+  settle();
+  int j = 0;
+  for (; j + 4 <= columns; j += 4) {
+    _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+    for (int s = 0; s < steps; ++s) {
+      const bf16* b = tiles + s * step_stride + j * column_stride;
+      _tile_loadd(4, a + s * STEP, lda * 2);
+      _tile_loadd(5, b, 64); _tile_dpbf16ps(0, 4, 5);
+      _tile_loadd(6, b + column_stride, 64); _tile_dpbf16ps(1, 4, 6);
+      _tile_loadd(7, b + 2 * column_stride, 64); _tile_dpbf16ps(2, 4, 7);
+      _tile_loadd(5, b + 3 * column_stride, 64); _tile_dpbf16ps(3, 4, 5);
+    }
+    _tile_stored(0, c + j * WIDE, ldc * 4); _tile_stored(1, c + (j + 1) * WIDE, ldc * 4);
+    _tile_stored(2, c + (j + 2) * WIDE, ldc * 4); _tile_stored(3, c + (j + 3) * WIDE, ldc * 4);
+  }
+  for (; j < columns; ++j) {
+    _tile_zero(0);
+    for (int s = 0; s < steps; ++s) {
+      _tile_loadd(4, a + s * STEP, lda * 2);
+      _tile_loadd(5, tiles + s * step_stride + j * column_stride, 64); _tile_dpbf16ps(0, 4, 5);
+    }
+    _tile_stored(0, c + j * WIDE, ldc * 4);
+  }
+}
+#endif
+
+}  // namespace pdray
