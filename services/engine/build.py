@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from services.engine.core import Engine
 from services.engine.grammar import Grammars
 from services.engine.intake import Limits
 from services.engine.loader import load_model
+from services.engine.native.fused import FusedPath
 from services.engine.rules import Rules
 from services.engine.runner import Runner
 from services.engine.scheduler import Scheduler
@@ -58,6 +60,8 @@ def build_engine(send: Callable[[Any], None], memory_fd: int, progress_fd: int, 
         vocab_size=model.card.vocab_size,
         eos_token_ids=model.card.eos_token_ids,
     )
+    if isinstance(model.path, FusedPath):
+        model.path.is_pinned = torch.get_num_threads() == len(os.sched_getaffinity(0))  # no other worker is here
     grammars = Grammars(model.card.tokenizer_path, limits.vocab_size, limits.eos_token_ids)
     runner = Runner.over(model, KVMemory.attach(memory_fd, geometry), limits, grammars)
     runner.warm_up()

@@ -23,7 +23,7 @@ constexpr float NEVER = -1e30f;
 
 struct Paged {
   int kv_heads, group, head_dim, block_size;  // group: query heads of a KV head
-  float scale;                                // of the scores
+  float scale;                                // of the scores, times log2(e): weights are powers of two
   int window;                                 // a token sees itself and window - 1 before it; 0: all before it
 };
 
@@ -101,7 +101,7 @@ inline void pack_values(const float* const rows[KEYS], int count, int dim, float
 
 // One row's scores of this step become weights; its maximum, total and sums so far are brought to the new maximum.
 template <class E>
-inline void soften(float* scores, E* weights, int from, int to, int padded, float scale, float& top, float& total,
+INLINE void soften(float* scores, E* weights, int from, int to, int padded, float scale, float& top, float& total,
                    float* sums, int dim) {
   const __m512 hidden = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
   const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
@@ -117,14 +117,14 @@ inline void soften(float* scores, E* weights, int from, int to, int padded, floa
     }
     most = _mm512_max_ps(most, s);
   }
-  float peak = std::fmax(std::fmax(_mm512_reduce_max_ps(most) * scale, top), NEVER);
+  const float peak = std::fmax(std::fmax(_mm512_reduce_max_ps(most) * scale, top), NEVER);
   __m512 sum = _mm512_setzero_ps();
   for (int n = 0; n < padded; n += WIDE) {
-    __m512 w = exp16(_mm512_fmsub_ps(_mm512_load_ps(scores + n), _mm512_set1_ps(scale), _mm512_set1_ps(peak)));
+    __m512 w = exp2_16<E>(_mm512_fmsub_ps(_mm512_load_ps(scores + n), _mm512_set1_ps(scale), _mm512_set1_ps(peak)));
     sum = _mm512_add_ps(sum, w);
     store16(weights + n, w);
   }
-  float shrink = top == peak ? 1.0f : _mm512_cvtss_f32(exp16(_mm512_set1_ps(top - peak)));
+  float shrink = top == peak ? 1.0f : _mm512_cvtss_f32(exp2_16<E>(_mm512_set1_ps(top - peak)));
   total = total * shrink + _mm512_reduce_add_ps(sum);
   top = peak;
   if (shrink == 1.0f) return;

@@ -67,6 +67,8 @@ class FusedPath:
         """
         config = module.config
         self.name = f"fused:{kernels.kind.name}"
+        self.is_pinned = False
+        """Threads stay on CPUs of their own; to be set before the first forward, by a process alone on its CPUs."""
         self._opened: tuple[PagedMemory, int, Any] | None = None
         self._kernels, self._num_threads = kernels, num_threads
         _check(module, asked)
@@ -159,7 +161,7 @@ class FusedPath:
             layer=ctypes.addressof(layers),
             memory=ctypes.addressof(addresses),
         )
-        handle = self._kernels.open(self._dtype.itemsize, ctypes.byref(parts), self._num_threads)
+        handle = self._kernels.open(self._dtype.itemsize, ctypes.byref(parts), self._num_threads, self.is_pinned)
         self._opened = (memory, handle, (parts, layers, addresses))
         return handle
 

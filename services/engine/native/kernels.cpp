@@ -73,12 +73,13 @@ void pdray_pack(int item_bytes, const void* from, int outputs, int inputs, const
     pack(static_cast<const float*>(from), outputs, inputs, order, static_cast<float*>(to));
 }
 
-void* pdray_open(int item_bytes, const pdray::ModelParts* parts, int threads) {
+// With `pinned` the caller, who must be the one that runs the model, and the other threads stay on CPUs of their own.
+void* pdray_open(int item_bytes, const pdray::ModelParts* parts, int threads, int pinned) {
   auto handle = std::make_unique<Handle>();
   if (item_bytes == 2)
-    handle->half = std::make_unique<pdray::Model<bf16>>(*parts, threads);
+    handle->half = std::make_unique<pdray::Model<bf16>>(*parts, threads, pinned);
   else
-    handle->full = std::make_unique<pdray::Model<float>>(*parts, threads);
+    handle->full = std::make_unique<pdray::Model<float>>(*parts, threads, pinned);
   return handle.release();
 }
 
@@ -99,7 +100,7 @@ size_t pdray_bytes(void* handle) {
 void pdray_attend(int item_bytes, const void* layer, int kv_heads, int group, int head_dim, int block_size, float scale,
                   int window, int num_spans, const int32_t* span, const int32_t* const* blocks, const void* queries,
                   void* out, int threads) {
-  pdray::Paged paged{kv_heads, group, head_dim, block_size, scale, window};
+  pdray::Paged paged{kv_heads, group, head_dim, block_size, scale * pdray::LOG2E, window};
   std::vector<pdray::Span> spans;
   for (int i = 0; i < num_spans; ++i) spans.push_back({span[3 * i], span[3 * i + 1], span[3 * i + 2], blocks[i]});
   if (item_bytes == 2)

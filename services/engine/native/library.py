@@ -6,7 +6,9 @@ The library is told addresses; whoever calls keeps the tensors alive, contiguous
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Callable
+from contextlib import suppress
 from ctypes import c_float, c_int, c_int32, c_size_t, c_void_p
 from functools import cache
 from typing import Any
@@ -17,6 +19,7 @@ from services.engine.native.build import Instructions, NoKernels, choose, cpu_fl
 
 PANEL = 32
 """Outputs of a packed panel; inputs come in steps of as many."""
+HUGE_PAGE = 2 << 20
 OnLayer = ctypes.CFUNCTYPE(None, c_int32)
 
 
@@ -60,7 +63,7 @@ class Kernels:
         signatures: dict[str, tuple[Any, list[Any]]] = {
             "pdray_begin": (c_int, []),
             "pdray_pack": (None, [c_int, c_void_p, c_int, c_int, c_void_p, c_void_p]),
-            "pdray_open": (c_void_p, [c_int, ctypes.POINTER(ModelParts), c_int]),
+            "pdray_open": (c_void_p, [c_int, ctypes.POINTER(ModelParts), c_int, c_int]),
             "pdray_close": (None, [c_void_p]),
             "pdray_run": (c_int, [c_void_p, ctypes.POINTER(StepParts)]),
             "pdray_bytes": (c_size_t, [c_void_p]),
@@ -89,11 +92,21 @@ class Kernels:
         if inputs % PANEL or weight.dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"a weight of {tuple(weight.shape)}, {weight.dtype}, cannot be packed")
         weight = weight.detach().contiguous()
-        packed = torch.empty(-(-outputs // PANEL) * PANEL, inputs, dtype=weight.dtype)
+        packed = _roomy(-(-outputs // PANEL) * PANEL, inputs, weight.dtype)
         rows = None if order is None else order.to(torch.int32).contiguous()
         at = rows.data_ptr() if rows is not None else None
         self._library.pdray_pack(weight.itemsize, weight.data_ptr(), outputs, inputs, at, packed.data_ptr())
         return packed
+
+
+def _roomy(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """An empty tensor, on huge pages where the system gives them: weights are streamed from end to end each step."""
+    size = rows * columns * dtype.itemsize
+    memory = mmap.mmap(-1, -(-size // HUGE_PAGE) * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype, count=rows * columns).view(rows, columns)
 
 
 @cache

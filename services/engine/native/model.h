@@ -94,9 +94,9 @@ inline bool all_finite(const float* x, int size) {
 template <class E>
 class Model {
  public:
-  Model(const ModelParts& parts, int threads)
+  Model(const ModelParts& parts, int threads, bool pinned)
       : m_(parts), layers_(parts.layer, parts.layer + parts.layers), memory_(parts.memory, parts.memory + parts.layers),
-        team_(threads), own_(team_.size()) {}
+        team_(threads, pinned), own_(team_.size()) {}
 
   // Returns 0, or 1 where memory ran out.
   int run(const StepParts& step) {
@@ -108,7 +108,7 @@ class Model {
     mixed_ = mixed_all_.get<E>(rows * q_items);
     inner_ = inner_all_.get<E>(rows * m_.inner);
     if (!x_ || !normed_ || !raw_ || !queries_ || !mixed_ || !inner_) return 1;
-    paged_ = {m_.kv_heads, m_.heads / m_.kv_heads, m_.head_dim, m_.block_size, m_.scale, 0};
+    paged_ = {m_.kv_heads, m_.heads / m_.kv_heads, m_.head_dim, m_.block_size, m_.scale * LOG2E, 0};
     spans_.clear();
     for (int i = 0; i < step.spans; ++i)
       spans_.push_back({step.span[3 * i], step.span[3 * i + 1], step.span[3 * i + 2], step.blocks[i]});
@@ -215,7 +215,7 @@ class Model {
     Range inner = share(m_.inner / 16, own);
     gemm(tokens, normed, Weights<E>{static_cast<const E*>(part.gate_up), hidden / STEP, m_.inner / 16}, inner.first,
          inner.stop, [&](int r, int p, __m512 gate, __m512 rise) {
-           store16(inner_ + size_t(r) * m_.inner + p * 16, _mm512_mul_ps(silu16(gate), rise));
+           store16(inner_ + size_t(r) * m_.inner + p * 16, _mm512_mul_ps(silu16<E>(gate), rise));
          });
     team_.barrier();
     gemm(tokens, inner_, Weights<E>{static_cast<const E*>(part.down), m_.inner / STEP, hidden / 32}, mine.first, mine.stop,

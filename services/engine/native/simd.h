@@ -14,6 +14,8 @@
 #include <cstdint>
 #include <cstring>
 
+#define INLINE inline __attribute__((always_inline))
+
 namespace pdray {
 
 constexpr int STEP = 32;  // inputs of a k-step
@@ -37,15 +39,15 @@ constexpr size_t tile_items() {
 }
 
 // 16 floats from and to memory of either type.
-inline __m512 load16(const float* p) { return _mm512_loadu_ps(p); }
-inline __m512 load16(const bf16* p) {
+INLINE __m512 load16(const float* p) { return _mm512_loadu_ps(p); }
+INLINE __m512 load16(const bf16* p) {
   return _mm512_castsi512_ps(
       _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
 }
-inline void store16(float* p, __m512 x) { _mm512_storeu_ps(p, x); }
+INLINE void store16(float* p, __m512 x) { _mm512_storeu_ps(p, x); }
 
 // To nearest even; NaN stays NaN.
-inline __m256i narrow16(__m512 x) {
+INLINE __m256i narrow16(__m512 x) {
 #if defined(__AVX512BF16__)
   return (__m256i)_mm512_cvtneps_pbh(x);
 #else
@@ -57,37 +59,46 @@ inline __m256i narrow16(__m512 x) {
   return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
 #endif
 }
-inline void store16(bf16* p, __m512 x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow16(x)); }
+INLINE void store16(bf16* p, __m512 x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow16(x)); }
 
-// exp for x <= 0 (and -inf), relative error under 2e-7.
-inline __m512 exp16(__m512 x) {
-  const __m512 low = _mm512_set1_ps(-87.5f);
-  __mmask16 none = _mm512_cmp_ps_mask(x, low, _CMP_LT_OQ);
-  __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f)), 8);
-  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-  __m512 y = _mm512_set1_ps(1.9875691500e-4f);
-  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.3981999507e-3f));
-  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(8.3334519073e-3f));
-  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(4.1665795894e-2f));
-  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.6666665459e-1f));
-  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(5.0000001201e-1f));
-  y = _mm512_fmadd_ps(y, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
-  return _mm512_maskz_scalef_ps(__mmask16(~none), y, n);
+// 2^x for x up to 100; exactly 0 below -126, also for -inf, as denormal results take a hundred cycles each. Relative error 3e-6 for bf16, 1e-7 for float.
+// The polynomials are least-maximum fits on [-0.5, 0.5].
+template <class E>
+INLINE __m512 exp2_16(__m512 x) {
+  const __mmask16 some = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);  // NaN stays NaN
+  __m512 n = _mm512_roundscale_ps(x, 8), r = _mm512_sub_ps(x, n), y;
+  if constexpr (sizeof(E) == 2) {
+    y = _mm512_fmadd_ps(_mm512_set1_ps(9.570096662e-3f), r, _mm512_set1_ps(5.591785991e-2f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(2.402474496e-1f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(6.931218148e-1f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(9.999992614e-1f));
+  } else {
+    y = _mm512_fmadd_ps(_mm512_set1_ps(1.534580752e-4f), r, _mm512_set1_ps(1.339993118e-3f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(9.618488974e-3f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(5.550328777e-2f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(2.402264689e-1f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(6.931472057e-1f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f));
+  }
+  return _mm512_maskz_scalef_ps(some, y, n);
 }
 
-// x / (1 + exp(-x)), for any finite x; NaN stays NaN.
-inline __m512 silu16(__m512 x) {
-  __m512 magnitude = _mm512_abs_ps(x);
-  __m512 e = exp16(_mm512_sub_ps(_mm512_setzero_ps(), magnitude));  // in (0, 1]
-  __m512 one = _mm512_set1_ps(1.0f);
-  __mmask16 negative = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ);
-  __m512 top = _mm512_mask_mov_ps(one, negative, e);
-  return _mm512_mul_ps(x, _mm512_div_ps(top, _mm512_add_ps(one, e)));
+constexpr float LOG2E = 1.44269504088896341f;
+
+// x / (1 + exp(-x)); NaN stays NaN.
+template <class E>
+INLINE __m512 silu16(__m512 x) {
+  __m512 e = exp2_16<E>(_mm512_min_ps(_mm512_set1_ps(100.0f), _mm512_mul_ps(x, _mm512_set1_ps(-LOG2E))));
+  __m512 below = _mm512_add_ps(e, _mm512_set1_ps(1.0f));
+  if constexpr (sizeof(E) == 2) {
+    __m512 inverse = _mm512_rcp14_ps(below);
+    return _mm512_mul_ps(x, _mm512_mul_ps(inverse, _mm512_fnmadd_ps(below, inverse, _mm512_set1_ps(2.0f))));
+  }
+  return _mm512_div_ps(x, below);
 }
 
 // A 16 x 16 matrix of 32-bit items, transposed in registers.
-inline void transpose16(const __m512i in[16], __m512i out[16]) {
+INLINE void transpose16(const __m512i in[16], __m512i out[16]) {
   __m512i t[16], u[16];
   for (int i = 0; i < 8; ++i) {
     t[2 * i] = _mm512_unpacklo_epi32(in[2 * i], in[2 * i + 1]);

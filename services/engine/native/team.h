@@ -5,6 +5,8 @@
 #pragma once
 
 #include <immintrin.h>
+#include <pthread.h>
+#include <sched.h>
 
 #include <atomic>
 #include <cstdint>
@@ -25,10 +27,30 @@ inline void await_change(const std::atomic<uint32_t>& value, uint32_t old) {
   while (value.load(std::memory_order_acquire) == old) value.wait(old, std::memory_order_acquire);
 }
 
+// The calling thread stays on the CPU that comes `number`-th among those that it may use.
+inline void pin(const cpu_set_t& usable, int number) {
+  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu)
+    if (CPU_ISSET(cpu, &usable) && number-- == 0) {
+      cpu_set_t one;
+      CPU_ZERO(&one);
+      CPU_SET(cpu, &one);
+      pthread_setaffinity_np(pthread_self(), sizeof one, &one);
+      return;
+    }
+}
+
 class Team {
  public:
-  explicit Team(int size) : size_(size < 1 ? 1 : size) {
-    for (int i = 1; i < size_; ++i) threads_.emplace_back([this, i] { serve(i); });
+  // With `pinned` each thread stays on a CPU of its own, the caller too; else two that wake at once may share one.
+  explicit Team(int size, bool pinned = false) : size_(size < 1 ? 1 : size) {
+    cpu_set_t usable;
+    pinned = pinned && size_ > 1 && !pthread_getaffinity_np(pthread_self(), sizeof usable, &usable);
+    for (int i = 1; i < size_; ++i)
+      threads_.emplace_back([this, i, pinned, usable] {
+        if (pinned) pin(usable, i);
+        serve(i);
+      });
+    if (pinned) pin(usable, 0);
   }
   ~Team() {
     job_ = nullptr;
