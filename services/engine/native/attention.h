@@ -3,21 +3,24 @@
 // A layer's memory is [blocks][2][kv_heads][block_size][head_dim]. Work is cut into items: (span, KV head, up to
 // QUERIES tokens). An item walks the keys in steps of KEYS, always at multiples of KEYS from position 0:
 //
-//     pack K and V of KEYS keys ─► scores of 16 rows ─► running maximum ─► weights ─► sum into the rows' outputs
+//     turn V of KEYS keys ─► scores of 16 rows ─► running maxima ─► weights ─► add to the rows' sums
 //
-// A row is one query head of one token. Its arithmetic depends on its position alone, so chunk borders and neighbours do
+// A row is one query head of one token. Scores, weights and sums have rows as columns, so that K is read where it lies and
+// a vector holds the same step of 16 rows. Its arithmetic depends on its position alone, so chunk borders and neighbours do
 // not change it: a step that holds nothing for a row multiplies by one and adds zero.
 // Source of the method: Dao et al., FlashAttention (2022); Kwon et al., PagedAttention (2023).
 #pragma once
 
 #include <atomic>
 #include <limits>
+#include <vector>
 
 #include "simd.h"
 
 namespace pdray {
 
-constexpr int KEYS = 128;
+constexpr int KEYS = 64;
+constexpr int MAX_DIM = 512;
 constexpr int QUERIES = 64;  // tokens of an item, at most
 constexpr float NEVER = -1e30f;
 
@@ -33,15 +36,15 @@ struct Span {
   const int32_t* blocks;
 };
 
-// Of one thread; all sizes are bounded by QUERIES, KEYS and the shape of a head.
+// Of one thread; all sizes are bounded by QUERIES, KEYS and the shape of a head. A block is 16 rows of an item.
 template <class E>
 struct Workspace {
   E *keys, *values, *queries, *weights;
-  float *scores, *sums, *part, *top, *total;
+  float *scores, *sums, *top, *total;
 
   static size_t bytes(const Paged& p) {
     size_t rows = padded_rows(p), e = sizeof(E), f = sizeof(float), d = p.head_dim;
-    return KEYS * d * e * 2 + rows * d * e + WIDE * KEYS * e + f * (WIDE * KEYS + rows * d + WIDE * d + 2 * rows) + 640;
+    return e * (2 * KEYS * d + rows * d + KEYS * WIDE) + f * (KEYS * WIDE + rows * d + 2 * rows) + 640;
   }
   static size_t padded_rows(const Paged& p) { return (size_t(QUERIES) * p.group + WIDE - 1) / WIDE * WIDE; }
 
@@ -51,27 +54,29 @@ struct Workspace {
       pointer = reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(at);
       at += (items * sizeof(*pointer) + 63) / 64 * 64;
     };
-    take(keys, KEYS * d), take(values, KEYS * d), take(queries, rows * d), take(weights, WIDE * KEYS);
-    take(scores, WIDE * KEYS), take(sums, rows * d), take(part, WIDE * d), take(top, rows), take(total, rows);
+    take(keys, KEYS * d);         // [KEYS][dim], only where a pool's blocks do not hold whole blocks of 16
+    take(values, KEYS * d);       // [dim], blocked over keys
+    take(queries, rows * d);      // of each block: tiles with the head's dimensions as k
+    take(weights, KEYS * WIDE);   // tiles with keys as k
+    take(scores, KEYS * WIDE);    // [KEYS][16 rows]
+    take(sums, rows * d);         // of each block: [dim][16 rows]
+    take(top, rows), take(total, rows);
   }
 };
 
-// Tiles with the head's dimensions as k and 16 keys as outputs: [16-key columns][k-steps].
+// Tiles with `dim` items of each row as k and the 16 rows as outputs; rows past `count` are zero.
 template <class E>
-inline void pack_keys(const E* const rows[KEYS], int count, int dim, E* out) {
+inline void pack_rows(const E* const rows[WIDE], int count, int dim, E* out) {
   constexpr int per_vector = 64 / sizeof(E);
-  const size_t column = size_t(dim) * WIDE;
-  for (int n = 0; n < count; n += WIDE)
-    for (int d = 0; d < dim; d += per_vector) {
-      __m512i in[16], turned[16];
-      for (int i = 0; i < 16; ++i) in[i] = n + i < count ? _mm512_loadu_si512(rows[n + i] + d) : _mm512_setzero_si512();
-      transpose16(in, turned);
-      E* to = out + n / WIDE * column + size_t(d) * WIDE;
-      for (int i = 0; i < 16; ++i) _mm512_store_si512(to + i * per_vector, turned[i]);
-    }
+  for (int d = 0; d < dim; d += per_vector) {
+    __m512i in[16], turned[16];
+    for (int i = 0; i < 16; ++i) in[i] = i < count ? _mm512_loadu_si512(rows[i] + d) : _mm512_setzero_si512();
+    transpose16(in, turned);
+    for (int i = 0; i < 16; ++i) _mm512_store_si512(out + size_t(d) * WIDE + i * per_vector, turned[i]);
+  }
 }
 
-// Tiles with keys as k and 16 dimensions as outputs: [k-steps][dim / 16]; keys past `count` are zero.
+// Dimensions as rows and keys as items, blocked; keys past `count` are zero, up to a whole step.
 inline void pack_values(const bf16* const rows[KEYS], int count, int dim, bf16* out) {
   alignas(64) uint16_t low[32], high[32];
   for (int i = 0; i < 16; ++i) {
@@ -79,77 +84,104 @@ inline void pack_values(const bf16* const rows[KEYS], int count, int dim, bf16* 
     high[2 * i] = uint16_t(16 + i), high[2 * i + 1] = uint16_t(48 + i);
   }
   const __m512i at_low = _mm512_load_si512(low), at_high = _mm512_load_si512(high);
-  const size_t tile = tile_items<bf16>(), step = size_t(dim / WIDE) * tile;
-  const int padded = (count + STEP - 1) / STEP * STEP;
-  for (int k = 0; k < padded; k += 2)
+  const int steps = (count + STEP - 1) / STEP;
+  for (int s = 0; s < steps; ++s)
     for (int d = 0; d < dim; d += 32) {
-      __m512i a = k < count ? _mm512_loadu_si512(rows[k] + d) : _mm512_setzero_si512();
-      __m512i b = k + 1 < count ? _mm512_loadu_si512(rows[k + 1] + d) : _mm512_setzero_si512();
-      bf16* to = out + k / STEP * step + d / WIDE * tile + size_t(k % STEP) * WIDE;
-      _mm512_store_si512(to, _mm512_permutex2var_epi16(a, at_low, b));
-      _mm512_store_si512(to + tile, _mm512_permutex2var_epi16(a, at_high, b));
+      __m512i near[16], far[16], turned[16];
+      for (int i = 0; i < 16; ++i) {
+        int k = s * STEP + 2 * i;
+        __m512i a = k < count ? _mm512_loadu_si512(rows[k] + d) : _mm512_setzero_si512();
+        __m512i b = k + 1 < count ? _mm512_loadu_si512(rows[k + 1] + d) : _mm512_setzero_si512();
+        near[i] = _mm512_permutex2var_epi16(a, at_low, b), far[i] = _mm512_permutex2var_epi16(a, at_high, b);
+      }
+      transpose16(near, turned);
+      for (int i = 0; i < 16; ++i) _mm512_store_si512(place(out, steps, d + i, s * STEP), turned[i]);
+      transpose16(far, turned);
+      for (int i = 0; i < 16; ++i) _mm512_store_si512(place(out, steps, d + 16 + i, s * STEP), turned[i]);
     }
 }
 inline void pack_values(const float* const rows[KEYS], int count, int dim, float* out) {
-  const size_t tile = tile_items<float>(), step = size_t(dim / WIDE) * tile;
-  const int padded = (count + STEP - 1) / STEP * STEP;
-  for (int k = 0; k < padded; ++k)
-    for (int d = 0; d < dim; d += WIDE)
-      _mm512_store_ps(out + k / STEP * step + d / WIDE * tile + size_t(k % STEP) * WIDE,
-                      k < count ? _mm512_loadu_ps(rows[k] + d) : _mm512_setzero_ps());
+  const int steps = (count + STEP - 1) / STEP;
+  for (int k = 0; k < steps * STEP; k += 16)
+    for (int d = 0; d < dim; d += 16) {
+      __m512i in[16], turned[16];
+      for (int i = 0; i < 16; ++i) in[i] = k + i < count ? _mm512_loadu_si512(rows[k + i] + d) : _mm512_setzero_si512();
+      transpose16(in, turned);
+      for (int i = 0; i < 16; ++i) _mm512_store_si512(place(out, steps, d + i, k), turned[i]);
+    }
 }
 
-// One row's scores of this step become weights; its maximum, total and sums so far are brought to the new maximum.
+// Weights of two neighbouring keys for 16 rows, as tiles have them.
+INLINE void put_weights(bf16* tiles, int key, __m512 even, __m512 odd) {
+  __m512i low = _mm512_cvtepu16_epi32(narrow16(even)), high = _mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow16(odd)), 16);
+  _mm512_store_si512(tiles + size_t(key) * WIDE, _mm512_or_si512(low, high));
+}
+INLINE void put_weights(float* tiles, int key, __m512 even, __m512 odd) {
+  _mm512_store_ps(tiles + size_t(key) * WIDE, even), _mm512_store_ps(tiles + size_t(key + 1) * WIDE, odd);
+}
+
+// Which of a step's keys each of 16 rows sees: from .. to - 1, counted from the step's first.
+struct Seen {
+  __m512i from, to;
+  bool all;
+};
+
+// Scores [padded][16] of a block become weights; its maxima, totals and sums so far are brought to the new maxima.
 template <class E>
-INLINE void soften(float* scores, E* weights, int from, int to, int padded, float scale, float& top, float& total,
+inline void soften(float* scores, E* weights, const Seen& seen, int padded, float scale, float* top, float* total,
                    float* sums, int dim) {
-  const __m512 hidden = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
-  const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-  const bool all_seen = from <= 0 && to >= padded;
+  const __m512 hidden = _mm512_set1_ps(-std::numeric_limits<float>::infinity()), by = _mm512_set1_ps(scale);
   __m512 most = hidden;
-  for (int n = 0; n < padded; n += WIDE) {
-    __m512 s = _mm512_load_ps(scores + n);
-    if (!all_seen) {
-      __m512i at = _mm512_add_epi32(lanes, _mm512_set1_epi32(n));
-      __mmask16 seen = _mm512_cmpge_epi32_mask(at, _mm512_set1_epi32(from)) & _mm512_cmplt_epi32_mask(at, _mm512_set1_epi32(to));
-      s = _mm512_mask_mov_ps(hidden, seen, s);
-      _mm512_store_ps(scores + n, s);
+  for (int n = 0; n < padded; ++n) {
+    __m512 s = _mm512_load_ps(scores + n * WIDE);
+    if (!seen.all) {
+      __m512i at = _mm512_set1_epi32(n);
+      s = _mm512_mask_mov_ps(hidden, _mm512_cmpge_epi32_mask(at, seen.from) & _mm512_cmplt_epi32_mask(at, seen.to), s);
+      _mm512_store_ps(scores + n * WIDE, s);
     }
     most = _mm512_max_ps(most, s);
   }
-  const float peak = std::fmax(std::fmax(_mm512_reduce_max_ps(most) * scale, top), NEVER);
+  const __m512 before = _mm512_load_ps(top);
+  const __m512 peak = _mm512_max_ps(_mm512_max_ps(_mm512_mul_ps(most, by), before), _mm512_set1_ps(NEVER));
   __m512 sum = _mm512_setzero_ps();
-  for (int n = 0; n < padded; n += WIDE) {
-    __m512 w = exp2_16<E>(_mm512_fmsub_ps(_mm512_load_ps(scores + n), _mm512_set1_ps(scale), _mm512_set1_ps(peak)));
-    sum = _mm512_add_ps(sum, w);
-    store16(weights + n, w);
+  for (int n = 0; n < padded; n += 2) {
+    __m512 even = exp2_16<E>(_mm512_fmsub_ps(_mm512_load_ps(scores + n * WIDE), by, peak));
+    __m512 odd = exp2_16<E>(_mm512_fmsub_ps(_mm512_load_ps(scores + (n + 1) * WIDE), by, peak));
+    sum = _mm512_add_ps(_mm512_add_ps(sum, even), odd);
+    put_weights(weights, n, even, odd);
   }
-  float shrink = top == peak ? 1.0f : _mm512_cvtss_f32(exp2_16<E>(_mm512_set1_ps(top - peak)));
-  total = total * shrink + _mm512_reduce_add_ps(sum);
-  top = peak;
-  if (shrink == 1.0f) return;
-  for (int d = 0; d < dim; d += WIDE)
-    _mm512_store_ps(sums + d, _mm512_mul_ps(_mm512_load_ps(sums + d), _mm512_set1_ps(shrink)));
+  const __mmask16 grew = _mm512_cmp_ps_mask(before, peak, _CMP_NEQ_UQ);
+  const __m512 shrink = _mm512_mask_mov_ps(_mm512_set1_ps(1.0f), grew, exp2_16<E>(_mm512_sub_ps(before, peak)));
+  _mm512_store_ps(total, _mm512_fmadd_ps(_mm512_load_ps(total), shrink, sum));
+  _mm512_store_ps(top, peak);
+  if (!grew) return;
+  for (int d = 0; d < dim; ++d) _mm512_store_ps(sums + d * WIDE, _mm512_mul_ps(_mm512_load_ps(sums + d * WIDE), shrink));
 }
 
-// Args: layer: the layer's memory; queries, out: [tokens][heads][head_dim] with `stride` items between tokens.
-template <class E>
+// Args: layer: the layer's memory; queries: [tokens][heads][head_dim]; put(token's row, item of it, 16 floats).
+template <class E, class Put>
 inline void attend_item(const Paged& p, const E* layer, const Span& span, int head, int token, int count,
-                        const E* queries, E* out, size_t stride, Workspace<E>& w) {
-  const int dim = p.head_dim, rows = count * p.group, steps = dim / STEP;
-  const size_t tile = tile_items<E>();
-  for (int r = 0; r < rows; ++r) {
-    const E* q = queries + size_t(span.row + token + r / p.group) * stride + size_t(head * p.group + r % p.group) * dim;
-    std::memcpy(w.queries + size_t(r) * dim, q, dim * sizeof(E));
-    w.top[r] = -std::numeric_limits<float>::infinity(), w.total[r] = 0;
-  }
-  std::memset(w.sums, 0, sizeof(float) * rows * dim);
+                        const E* queries, Workspace<E>& w, const Put& put) {
+  const int dim = p.head_dim, group = p.group, rows = count * group, blocks = (rows + WIDE - 1) / WIDE;
+  const size_t stride = size_t(p.kv_heads) * group * dim;
   const int first = span.first + token, last = first + count - 1;
+  for (int b = 0; b < blocks; ++b) {
+    const E* from[WIDE];
+    const int some = rows - b * WIDE < WIDE ? rows - b * WIDE : WIDE;
+    for (int i = 0; i < some; ++i) {
+      int r = b * WIDE + i;
+      from[i] = queries + size_t(span.row + token + r / group) * stride + size_t(head * group + r % group) * dim;
+    }
+    pack_rows(from, some, dim, w.queries + size_t(b) * WIDE * dim);
+    _mm512_store_ps(w.top + b * WIDE, _mm512_set1_ps(-std::numeric_limits<float>::infinity()));
+    _mm512_store_ps(w.total + b * WIDE, _mm512_setzero_ps());
+  }
+  std::memset(w.sums, 0, sizeof(float) * blocks * WIDE * dim);
   const int start = p.window && first - p.window + 1 > 0 ? (first - p.window + 1) / KEYS * KEYS : 0;
   const size_t head_items = size_t(p.block_size) * dim, value_items = head_items * p.kv_heads;
   for (int base = start; base <= last; base += KEYS) {
-    const int keys = last + 1 - base < KEYS ? last + 1 - base : KEYS, padded = (keys + STEP - 1) / STEP * STEP;
-    const E *key_rows[KEYS], *value_rows[KEYS];
+    const int keys = last + 1 - base < KEYS ? last + 1 - base : KEYS, steps = (keys + STEP - 1) / STEP;
+    const E *key_rows[KEYS], *value_rows[KEYS], *key_blocks[KEYS / WIDE], *value_blocks[MAX_DIM / WIDE];
     for (int i = 0, block = base / p.block_size, inside = base % p.block_size; i < keys; ++block, inside = 0) {
       const E* from = layer + size_t(span.blocks[block]) * 2 * value_items + head * head_items;
       for (; inside < p.block_size && i < keys; ++inside, ++i) {
@@ -157,47 +189,58 @@ inline void attend_item(const Paged& p, const E* layer, const Span& span, int he
         value_rows[i] = key_rows[i] + value_items;
       }
     }
-    pack_keys(key_rows, keys, dim, w.keys);
-    pack_values(value_rows, keys, dim, w.values);
-    const int columns = (keys + WIDE - 1) / WIDE;
-    for (int r = 0; r < rows; r += WIDE) {
-      const int some = rows - r < WIDE ? rows - r : WIDE;
-      if (first + (r + some - 1) / p.group < base) continue;
-      multiply<E>(some, w.queries + size_t(r) * dim, dim, w.keys, tile, size_t(dim) * WIDE, steps, columns, w.scores, KEYS);
-      for (int i = 0; i < some; ++i) {
-        int own = first + (r + i) / p.group - base;  // of the row's token, from this step's first key
-        int from = p.window ? own - p.window + 1 : 0;
-        for (int n = columns * WIDE; n < padded; n += WIDE) _mm512_store_ps(w.scores + i * KEYS + n, _mm512_setzero_ps());
-        soften<E>(w.scores + i * KEYS, w.weights + i * KEYS, from, own + 1 < keys ? own + 1 : keys, padded, p.scale,
-                  w.top[r + i], w.total[r + i], w.sums + size_t(r + i) * dim, dim);
+    for (int n = 0; n < steps * STEP; n += WIDE) {
+      if (n >= keys) {
+        key_blocks[n / WIDE] = key_blocks[0];  // hidden from all
+      } else if (p.block_size % WIDE == 0) {
+        key_blocks[n / WIDE] = key_rows[n];
+      } else {
+        E* to = w.keys + size_t(n) * dim;
+        for (int i = 0; i < WIDE; ++i) std::memcpy(to + size_t(i) * dim, key_rows[n + i < keys ? n + i : n], dim * sizeof(E));
+        key_blocks[n / WIDE] = to;
       }
-      multiply<E>(some, w.weights, KEYS, w.values, size_t(dim / WIDE) * tile, tile, padded / STEP, dim / WIDE, w.part, dim);
-      for (int i = 0; i < some; ++i)
-        for (int d = 0; d < dim; d += WIDE) {
-          float* sum = w.sums + size_t(r + i) * dim + d;
-          _mm512_store_ps(sum, _mm512_add_ps(_mm512_load_ps(sum), _mm512_load_ps(w.part + i * dim + d)));
-        }
+    }
+    pack_values(value_rows, keys, dim, w.values);
+    for (int d = 0; d < dim; d += WIDE) value_blocks[d / WIDE] = place(w.values, steps, d, 0);
+    for (int b = 0; b < blocks; ++b) {
+      alignas(64) int32_t from[WIDE], to[WIDE];
+      bool all = true;
+      for (int i = 0, r = b * WIDE, own = first + r / group - base, inside = r % group; i < WIDE; ++i) {
+        to[i] = own + 1 < keys ? own + 1 : keys, from[i] = p.window ? own - p.window + 1 : 0;
+        all = all && to[i] >= steps * STEP && from[i] <= 0;
+        if (++inside == group) inside = 0, ++own;
+      }
+      if (to[WIDE - 1] <= 0) continue;
+      multiply<false>(key_blocks, steps * 2, Strides{size_t(dim), STEP}, w.queries + size_t(b) * WIDE * dim, dim / STEP, w.scores);
+      soften<E>(w.scores, w.weights, Seen{_mm512_load_si512(from), _mm512_load_si512(to), all}, steps * STEP, p.scale,
+                w.top + b * WIDE, w.total + b * WIDE, w.sums + size_t(b) * WIDE * dim, dim);
+      multiply<true>(value_blocks, dim / WIDE, BLOCKED, w.weights, steps, w.sums + size_t(b) * WIDE * dim);
     }
   }
-  for (int r = 0; r < rows; ++r) {
-    E* to = out + size_t(span.row + token + r / p.group) * stride + size_t(head * p.group + r % p.group) * dim;
-    __m512 share = _mm512_set1_ps(1.0f / w.total[r]);
-    for (int d = 0; d < dim; d += WIDE) store16(to + d, _mm512_mul_ps(_mm512_load_ps(w.sums + size_t(r) * dim + d), share));
-  }
+  for (int b = 0; b < blocks; ++b)
+    for (int d = 0; d < dim; d += WIDE) {
+      __m512i in[16], turned[16];
+      for (int i = 0; i < 16; ++i) in[i] = _mm512_load_si512(w.sums + (size_t(b) * dim + d + i) * WIDE);
+      transpose16(in, turned);
+      for (int i = 0; i < WIDE && b * WIDE + i < rows; ++i) {
+        int r = b * WIDE + i;
+        put(span.row + token + r / group, (head * group + r % group) * dim + d,
+            _mm512_mul_ps(_mm512_castsi512_ps(turned[i]), _mm512_set1_ps(1.0f / w.total[r])));
+      }
+    }
 }
 
 // All items of a step, called by each thread of a team with the same arguments; `next` starts at 0.
-template <class E>
-inline void attend(const Paged& p, const E* layer, const Span* spans, int num_spans, const E* queries, E* out,
-                   size_t stride, Workspace<E>& w, std::atomic<int>& next) {
+template <class E, class Put>
+inline void attend(const Paged& p, const E* layer, const std::vector<Span>& spans, const E* queries, Workspace<E>& w,
+                   std::atomic<int>& next, const Put& put) {
   int passed = 0, mine = next.fetch_add(1);
-  for (int i = 0; i < num_spans; ++i) {
-    const Span& span = spans[i];
+  for (const Span& span : spans) {
     const int cuts = (span.count + QUERIES - 1) / QUERIES, items = cuts * p.kv_heads;
     for (; mine < passed + items; mine = next.fetch_add(1)) {
       int at = mine - passed, cut = cuts - 1 - at / p.kv_heads;  // the longest first
       int token = cut * QUERIES, count = span.count - token < QUERIES ? span.count - token : QUERIES;
-      attend_item<E>(p, layer, span, at % p.kv_heads, token, count, queries, out, stride, w);
+      attend_item<E>(p, layer, span, at % p.kv_heads, token, count, queries, w, put);
     }
     passed += items;
   }

@@ -7,7 +7,7 @@ import torch
 
 from services.engine.attention import Heads, ReferenceBackend
 from services.engine.batch import PackedBatch
-from services.engine.native.library import PANEL, Kernels
+from services.engine.native.library import MAX_HEAD_DIM, PANEL, Kernels
 
 DTYPES = ("bfloat16", "float32")
 
@@ -16,6 +16,8 @@ def why_not(head_dim: int, dtype: str) -> str:
     """What keeps the kernels from computing such heads; empty where nothing does."""
     if head_dim % PANEL:
         return f"head_dim {head_dim} is no multiple of {PANEL}"
+    if head_dim > MAX_HEAD_DIM:
+        return f"head_dim {head_dim} is above {MAX_HEAD_DIM}"
     return "" if dtype in DTYPES else f"KV of {dtype} is not among {', '.join(DTYPES)}"
 
 

@@ -17,7 +17,7 @@ import torch
 
 from services.engine.batch import PagedMemory, Span
 from services.engine.computation import Forwarded
-from services.engine.native.library import PANEL, Kernels, LayerParts, ModelParts, OnLayer, StepParts
+from services.engine.native.library import MAX_HEAD_DIM, PANEL, Kernels, LayerParts, ModelParts, OnLayer, StepParts
 
 FAMILY = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
@@ -193,6 +193,7 @@ def _check(module: Any, asked: Mapping[int, tuple[float, int]]) -> None:
         )
         reasons += [
             (dim % PANEL != 0, f"head_dim {dim} is no multiple of {PANEL}"),
+            (dim > MAX_HEAD_DIM, f"head_dim {dim} is above {MAX_HEAD_DIM}"),
             (inner % PANEL != 0, f"intermediate_size {inner} is no multiple of {PANEL}"),
             (has_bias, "its output or MLP projections have biases"),
             (len({scaling for scaling, _ in asked.values()}) != 1, "its layers scale scores differently"),

@@ -16,15 +16,16 @@ struct Weights {
   const E* panel(int p) const { return items + size_t(p) * steps * 2 * tile_items<E>(); }
 };
 
-// Args: a: [rows padded to 32][32 * steps], readable to the padding.
+// Args: a: [rows padded to 32][32 * steps], blocked, see simd.h, and readable to the padding.
 template <class E, class Done>
 inline void gemm(int rows, const E* a, const Weights<E>& w, int first, int stop, Done&& done) {
-  const size_t lda = size_t(w.steps) * STEP;
+  const size_t lda = size_t(w.steps) * STEP, tile = tile_items<E>();
   alignas(64) float c[WIDE * 2 * WIDE];
   for (int p = first; p < stop; ++p)
     for (int r = 0; r < rows; r += WIDE) {
       int count = rows - r < WIDE ? rows - r : WIDE;
-      multiply<E>(count, a + r * lda, lda, w.panel(p), 2 * tile_items<E>(), tile_items<E>(), w.steps, 2, c, 2 * WIDE);
+      dot_block<E>(count, a + r * lda, BLOCKED, w.panel(p), 2 * tile, w.steps, c, 2 * WIDE);
+      dot_block<E>(count, a + r * lda, BLOCKED, w.panel(p) + tile, 2 * tile, w.steps, c + WIDE, 2 * WIDE);
       for (int i = 0; i < count; ++i)
         done(r + i, p, _mm512_load_ps(c + i * 2 * WIDE), _mm512_load_ps(c + i * 2 * WIDE + WIDE));
     }
@@ -43,10 +44,11 @@ inline void gemm(int rows, const bf16* a, const Weights<bf16>& w, int first, int
       const bf16 *top = a + r * lda, *bottom = top + WIDE * lda;
       _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
       for (int s = 0; s < w.steps; ++s) {
-        _tile_loadd(6, panel + s * 2 * tile, 64); _tile_loadd(4, top + s * STEP, lda * 2);
+        _tile_loadd(4, top + s * tile, 64);
+        _tile_loadd(6, panel + s * 2 * tile, 64); _tile_loadd(7, panel + s * 2 * tile + tile, 64);
         _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, panel + s * 2 * tile + tile, 64); _tile_dpbf16ps(1, 4, 7);
-        _tile_loadd(5, bottom + s * STEP, lda * 2);
+        _tile_loadd(5, bottom + s * tile, 64);
+        _tile_dpbf16ps(1, 4, 7);
         _tile_dpbf16ps(2, 5, 6); _tile_dpbf16ps(3, 5, 7);
       }
       _tile_stored(0, c[0], 64); _tile_stored(1, c[1], 64); _tile_stored(2, c[2], 64); _tile_stored(3, c[3], 64);
@@ -62,7 +64,7 @@ inline void gemm(int rows, const bf16* a, const Weights<bf16>& w, int first, int
       const bf16* next = panel + s * 2 * tile;
       for (size_t line = 0; line < 2 * tile; line += 32)
         _mm_prefetch(reinterpret_cast<const char*>(next + 8 * 2 * tile + line), _MM_HINT_T0);
-      _tile_loadd(4, a + r * lda + s * STEP, lda * 2);
+      _tile_loadd(4, a + r * lda + s * tile, 64);
       _tile_loadd(6, next, 64); _tile_dpbf16ps(0, 4, 6);
       _tile_loadd(7, next + tile, 64); _tile_dpbf16ps(1, 4, 7);
     }

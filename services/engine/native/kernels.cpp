@@ -41,12 +41,13 @@ void attend(const pdray::Paged& paged, const void* layer, const std::vector<pdra
     buffers = std::vector<pdray::Buffer>(team->size());
   }
   std::vector<pdray::Buffer>& own = buffers;
+  const size_t stride = size_t(paged.kv_heads) * paged.group * paged.head_dim;
   std::atomic<int> next{0};
   team->run([&](int number) {
     pdray::begin_tiles();
     pdray::Workspace<E> workspace(paged, own[number].get<char>(pdray::Workspace<E>::bytes(paged)));
-    pdray::attend<E>(paged, static_cast<const E*>(layer), spans.data(), int(spans.size()), static_cast<const E*>(queries),
-                     static_cast<E*>(out), size_t(paged.kv_heads) * paged.group * paged.head_dim, workspace, next);
+    pdray::attend<E>(paged, static_cast<const E*>(layer), spans, static_cast<const E*>(queries), workspace, next,
+                     [&](int row, int item, __m512 v) { pdray::store16(static_cast<E*>(out) + row * stride + item, v); });
     pdray::end_tiles();
   });
 }

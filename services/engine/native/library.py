@@ -19,6 +19,7 @@ from services.engine.native.build import Instructions, NoKernels, choose, cpu_fl
 
 PANEL = 32
 """Outputs of a packed panel; inputs come in steps of as many."""
+MAX_HEAD_DIM = 512
 HUGE_PAGE = 2 << 20
 OnLayer = ctypes.CFUNCTYPE(None, c_int32)
 

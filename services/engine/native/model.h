@@ -73,8 +73,9 @@ class Buffer {
   size_t size_ = 0;
 };
 
-template <class E>
-inline void norm_row(const float* x, const float* gain, int size, float epsilon, E* out) {
+// put(item, 16 floats)
+template <class Put>
+inline void norm_row(const float* x, const float* gain, int size, float epsilon, const Put& put) {
   __m512 sum = _mm512_setzero_ps();
   for (int i = 0; i < size; i += 16) {
     __m512 v = _mm512_loadu_ps(x + i);
@@ -82,7 +83,7 @@ inline void norm_row(const float* x, const float* gain, int size, float epsilon,
   }
   __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(sum) / float(size) + epsilon));
   for (int i = 0; i < size; i += 16)
-    store16(out + i, _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(x + i), scale), _mm512_loadu_ps(gain + i)));
+    put(i, _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(x + i), scale), _mm512_loadu_ps(gain + i)));
 }
 
 inline bool all_finite(const float* x, int size) {
@@ -158,7 +159,8 @@ class Model {
     Range mine = few ? Range{0, tokens} : share(tokens, own);
     E* to = few ? own.normed_few : normed_;
     for (int t = mine.first; t < mine.stop; ++t)
-      norm_row(x_ + size_t(t) * m_.hidden, gain, m_.hidden, m_.epsilon, to + size_t(t) * m_.hidden);
+      norm_row(x_ + size_t(t) * m_.hidden, gain, m_.hidden, m_.epsilon,
+               [&](int i, __m512 v) { store16(place(to, m_.hidden / STEP, t, i), v); });
     if (!few) team_.barrier();
     return to;
   }
@@ -174,11 +176,14 @@ class Model {
     for (int layer = 0; layer < m_.layers; ++layer) run_layer(layer, step, own, workspace);
     for (int t = rows.first; t < rows.stop; ++t) {
       step.finite[t] = all_finite(x_ + size_t(t) * hidden, hidden);
-      if (step.hidden) norm_row(x_ + size_t(t) * hidden, m_.norm_out, hidden, m_.epsilon, step.hidden + size_t(t) * hidden);
+      if (step.hidden)
+        norm_row(x_ + size_t(t) * hidden, m_.norm_out, hidden, m_.epsilon,
+                 [&](int i, __m512 v) { _mm512_storeu_ps(step.hidden + size_t(t) * hidden + i, v); });
     }
     if (!step.rows) return;
     for (int i = share(step.rows, own).first; i < share(step.rows, own).stop; ++i)
-      norm_row(x_ + size_t(step.wanted[i]) * hidden, m_.norm_out, hidden, m_.epsilon, normed_ + size_t(i) * hidden);
+      norm_row(x_ + size_t(step.wanted[i]) * hidden, m_.norm_out, hidden, m_.epsilon,
+               [&](int k, __m512 v) { store16(place(normed_, hidden / STEP, i, k), v); });
     team_.barrier();
     Weights<E> head{static_cast<const E*>(m_.head), hidden / STEP, (m_.vocab + 31) / 32};
     Range mine = share(head.panels, own);
@@ -199,8 +204,8 @@ class Model {
     if (step.on_layer && !own.number) step.on_layer(layer);
     Paged paged = paged_;
     paged.window = part.window;
-    attend<E>(paged, static_cast<const E*>(memory_[layer]), spans_.data(), int(spans_.size()), queries_, mixed_, q_items,
-              workspace, next_[layer]);
+    attend<E>(paged, static_cast<const E*>(memory_[layer]), spans_, queries_, workspace, next_[layer],
+              [&](int row, int item, __m512 v) { store16(place(mixed_, int(q_items) / STEP, row, item), v); });
     team_.barrier();
     auto add = [&](int r, int p, __m512 a, __m512 b) {
       float* to = x_ + size_t(r) * hidden + p * 32;
@@ -215,7 +220,7 @@ class Model {
     Range inner = share(m_.inner / 16, own);
     gemm(tokens, normed, Weights<E>{static_cast<const E*>(part.gate_up), hidden / STEP, m_.inner / 16}, inner.first,
          inner.stop, [&](int r, int p, __m512 gate, __m512 rise) {
-           store16(inner_ + size_t(r) * m_.inner + p * 16, _mm512_mul_ps(silu16<E>(gate), rise));
+           store16(place(inner_, m_.inner / STEP, r, p * 16), _mm512_mul_ps(silu16<E>(gate), rise));
          });
     team_.barrier();
     gemm(tokens, inner_, Weights<E>{static_cast<const E*>(part.down), m_.inner / STEP, hidden / 32}, mine.first, mine.stop,
@@ -246,7 +251,7 @@ class Model {
               _mm512_storeu_ps(x + d, _mm512_add_ps(_mm512_loadu_ps(x + d), _mm512_loadu_ps(part.qkv_bias + size_t(h) * dim + d)));
           const bool is_query = h < m_.heads, is_key = !is_query && h < m_.heads + m_.kv_heads;
           const float* gain = is_query ? part.query_norm : is_key ? part.key_norm : nullptr;
-          if (gain) norm_row(x, gain, dim, m_.epsilon, x);
+          if (gain) norm_row(x, gain, dim, m_.epsilon, [x](int i, __m512 v) { _mm512_storeu_ps(x + i, v); });
           int kv = h - m_.heads - (is_key ? 0 : m_.kv_heads);
           E* to = is_query ? queries_ + size_t(t) * m_.heads * dim + size_t(h) * dim
                            : block + size_t(is_key ? kv : m_.kv_heads + kv) * m_.block_size * dim +

@@ -142,12 +142,23 @@ inline void begin_tiles() {}
 inline void end_tiles() {}
 #endif
 
-// c[rows][16] += a[rows][32 * steps] . tiles; the tiles of one output column lie `tile_stride` items apart.
-template <int ROWS>
-inline void dot_rows(const bf16* a, size_t lda, const bf16* tiles, size_t tile_stride, int steps, float* c, size_t ldc) {
+// Where the left operand's items lie: a row's are `row` items apart in pieces of 32, these `step` items apart.
+struct Strides {
+  size_t row, step;
+};
+constexpr Strides BLOCKED{STEP, STEP * WIDE};  // [rows / 16][k-steps][16][32], so that a block's piece is contiguous
+
+template <class E>
+INLINE E* place(E* blocked, int steps, int row, int item) {
+  return blocked + (size_t(row / WIDE) * steps + item / STEP) * (STEP * WIDE) + size_t(row % WIDE) * STEP + item % STEP;
+}
+
+// c[rows][16] = (c +) a . tiles, for one column of tiles, which lie `tile_step` items apart.
+template <int ROWS, bool ADD>
+inline void dot_rows(const bf16* a, Strides by, const bf16* tiles, size_t tile_step, int steps, float* c, size_t ldc) {
   __m512 sum[ROWS];
-  for (int r = 0; r < ROWS; ++r) sum[r] = _mm512_setzero_ps();
-  for (int s = 0; s < steps; ++s, tiles += tile_stride) {
+  for (int r = 0; r < ROWS; ++r) sum[r] = ADD ? _mm512_loadu_ps(c + r * ldc) : _mm512_setzero_ps();
+  for (int s = 0; s < steps; ++s, tiles += tile_step, a += by.step) {
     for (int p = 0; p < STEP / 2; ++p) {
       __m512i b = _mm512_loadu_si512(tiles + p * 2 * WIDE);
 #if !defined(__AVX512BF16__)
@@ -156,7 +167,7 @@ inline void dot_rows(const bf16* a, size_t lda, const bf16* tiles, size_t tile_s
 #endif
       for (int r = 0; r < ROWS; ++r) {
         int32_t pair;
-        std::memcpy(&pair, a + r * lda + s * STEP + 2 * p, 4);
+        std::memcpy(&pair, a + r * by.row + 2 * p, 4);
 #if defined(__AVX512BF16__)
         sum[r] = _mm512_dpbf16_ps(sum[r], (__m512bh)_mm512_set1_epi32(pair), (__m512bh)b);
 #else
@@ -169,66 +180,70 @@ inline void dot_rows(const bf16* a, size_t lda, const bf16* tiles, size_t tile_s
   for (int r = 0; r < ROWS; ++r) _mm512_storeu_ps(c + r * ldc, sum[r]);
 }
 
-template <int ROWS>
-inline void dot_rows(const float* a, size_t lda, const float* tiles, size_t tile_stride, int steps, float* c,
-                     size_t ldc) {
+template <int ROWS, bool ADD>
+inline void dot_rows(const float* a, Strides by, const float* tiles, size_t tile_step, int steps, float* c, size_t ldc) {
   __m512 sum[ROWS];
-  for (int r = 0; r < ROWS; ++r) sum[r] = _mm512_setzero_ps();
-  for (int s = 0; s < steps; ++s, tiles += tile_stride)
+  for (int r = 0; r < ROWS; ++r) sum[r] = ADD ? _mm512_loadu_ps(c + r * ldc) : _mm512_setzero_ps();
+  for (int s = 0; s < steps; ++s, tiles += tile_step, a += by.step)
     for (int k = 0; k < STEP; ++k) {
       __m512 b = _mm512_loadu_ps(tiles + k * WIDE);
-      for (int r = 0; r < ROWS; ++r) sum[r] = _mm512_fmadd_ps(_mm512_set1_ps(a[r * lda + s * STEP + k]), b, sum[r]);
+      for (int r = 0; r < ROWS; ++r) sum[r] = _mm512_fmadd_ps(_mm512_set1_ps(a[r * by.row + k]), b, sum[r]);
     }
   for (int r = 0; r < ROWS; ++r) _mm512_storeu_ps(c + r * ldc, sum[r]);
 }
 
-// Two columns of tiles at once, for few rows: each weight is read once and twice as many sums are under way.
+// The same for 1 to 16 rows; `a` must be readable for the next power of two.
 template <class E>
-inline void dot_block(int rows, const E* a, size_t lda, const E* tiles, size_t tile_stride, int steps, float* c,
-                      size_t ldc) {
-  if (rows <= 1) return dot_rows<1>(a, lda, tiles, tile_stride, steps, c, ldc);
-  if (rows <= 2) return dot_rows<2>(a, lda, tiles, tile_stride, steps, c, ldc);
-  if (rows <= 4) return dot_rows<4>(a, lda, tiles, tile_stride, steps, c, ldc);
-  if (rows <= 8) return dot_rows<8>(a, lda, tiles, tile_stride, steps, c, ldc);
-  dot_rows<16>(a, lda, tiles, tile_stride, steps, c, ldc);
+inline void dot_block(int rows, const E* a, Strides by, const E* tiles, size_t tile_step, int steps, float* c, size_t ldc) {
+  if (rows <= 1) return dot_rows<1, false>(a, by, tiles, tile_step, steps, c, ldc);
+  if (rows <= 2) return dot_rows<2, false>(a, by, tiles, tile_step, steps, c, ldc);
+  if (rows <= 4) return dot_rows<4, false>(a, by, tiles, tile_step, steps, c, ldc);
+  if (rows <= 8) return dot_rows<8, false>(a, by, tiles, tile_step, steps, c, ldc);
+  dot_rows<16, false>(a, by, tiles, tile_step, steps, c, ldc);
 }
 
-// c[rows][16 * columns] = a[rows][32 * steps] . tiles.  Tile (step s, column j) lies at s * step_stride + j * column_stride.
-// `a` must be readable for 16 rows; rows past `rows` are computed or not, and never affect the others.
-template <class E>
-inline void multiply(int rows, const E* a, size_t lda, const E* tiles, size_t step_stride, size_t column_stride,
-                     int steps, int columns, float* c, size_t ldc) {
-  for (int j = 0; j < columns; ++j)
-    dot_block<E>(rows, a, lda, tiles + j * column_stride, step_stride, steps, c + j * WIDE, ldc);
+// c[t][16][16] = (c +) a[t] . tiles: several blocks of 16 rows, each wherever it lies, times one column of tiles.
+template <bool ADD, class E>
+inline void multiply(const E* const* a, int blocks, Strides by, const E* tiles, int steps, float* c) {
+  for (int t = 0; t < blocks; ++t)
+    dot_rows<WIDE, ADD>(a[t], by, tiles, tile_items<E>(), steps, c + size_t(t) * WIDE * WIDE, WIDE);
 }
 
 #if defined(__AMX_BF16__)
-template <>
-inline void multiply<bf16>(int rows, const bf16* a, size_t lda, const bf16* tiles, size_t step_stride,
-                           size_t column_stride, int steps, int columns, float* c, size_t ldc) {
-  (void)rows;
+template <bool ADD>
+inline void multiply(const bf16* const* a, int blocks, Strides by, const bf16* tiles, int steps, float* c) {
   settle();
-  int j = 0;
-  for (; j + 4 <= columns; j += 4) {
-    _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
-    for (int s = 0; s < steps; ++s) {
-      const bf16* b = tiles + s * step_stride + j * column_stride;
-      _tile_loadd(4, a + s * STEP, lda * 2);
-      _tile_loadd(5, b, 64); _tile_dpbf16ps(0, 4, 5);
-      _tile_loadd(6, b + column_stride, 64); _tile_dpbf16ps(1, 4, 6);
-      _tile_loadd(7, b + 2 * column_stride, 64); _tile_dpbf16ps(2, 4, 7);
-      _tile_loadd(5, b + 3 * column_stride, 64); _tile_dpbf16ps(3, 4, 5);
+  int t = 0;
+  for (; t + 4 <= blocks; t += 4) {
+    float* to = c + size_t(t) * WIDE * WIDE;
+    if (ADD) {
+      _tile_loadd(0, to, 64); _tile_loadd(1, to + 256, 64); _tile_loadd(2, to + 512, 64); _tile_loadd(3, to + 768, 64);
+    } else {
+      _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
     }
-    _tile_stored(0, c + j * WIDE, ldc * 4); _tile_stored(1, c + (j + 1) * WIDE, ldc * 4);
-    _tile_stored(2, c + (j + 2) * WIDE, ldc * 4); _tile_stored(3, c + (j + 3) * WIDE, ldc * 4);
+    for (int s = 0; s < steps; ++s) {
+      _tile_loadd(6, tiles + s * tile_items<bf16>(), 64);
+      _tile_loadd(4, a[t] + s * by.step, by.row * 2); _tile_loadd(5, a[t + 1] + s * by.step, by.row * 2);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(4, a[t + 2] + s * by.step, by.row * 2);
+      _tile_dpbf16ps(1, 5, 6);
+      _tile_loadd(5, a[t + 3] + s * by.step, by.row * 2);
+      _tile_dpbf16ps(2, 4, 6); _tile_dpbf16ps(3, 5, 6);
+    }
+    _tile_stored(0, to, 64); _tile_stored(1, to + 256, 64); _tile_stored(2, to + 512, 64); _tile_stored(3, to + 768, 64);
   }
-  for (; j < columns; ++j) {
-    _tile_zero(0);
-    for (int s = 0; s < steps; ++s) {
-      _tile_loadd(4, a + s * STEP, lda * 2);
-      _tile_loadd(5, tiles + s * step_stride + j * column_stride, 64); _tile_dpbf16ps(0, 4, 5);
+  for (; t < blocks; ++t) {
+    float* to = c + size_t(t) * WIDE * WIDE;
+    if (ADD) {
+      _tile_loadd(0, to, 64);
+    } else {
+      _tile_zero(0);
     }
-    _tile_stored(0, c + j * WIDE, ldc * 4);
+    for (int s = 0; s < steps; ++s) {
+      _tile_loadd(6, tiles + s * tile_items<bf16>(), 64);
+      _tile_loadd(4, a[t] + s * by.step, by.row * 2); _tile_dpbf16ps(0, 4, 6);
+    }
+    _tile_stored(0, to, 64);
   }
 }
 #endif
