@@ -11,8 +11,8 @@ from services.engine.batch import PagedMemory, Span
 from services.engine.loader import LoadedModel, load_model
 from tests.golden.oracle import license_prompts
 
-TOLERANCE = 3.0
-"""Largest difference of a logit; logits span 70, and transformers' own two attentions differ by 1.9 here."""
+TOLERANCE = {"generic": 3.0, "fused": 1.5}
+"""Largest difference of a logit from float32; logits span 70. transformers' own bfloat16 differs by 2.7 here."""
 BLOCK_SIZE = 16
 
 
@@ -28,10 +28,10 @@ def prompt(default_model_folder: Path) -> list[int]:
 
 @pytest.fixture(scope="module")
 def teacher(default_model_folder: Path, prompt: list[int]) -> torch.Tensor:
-    """transformers' own logits of every position, in one pass: [tokens, vocab]."""
+    """transformers' own logits of every position, in one pass and in float32: [tokens, vocab]."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(default_model_folder, dtype=torch.bfloat16).eval()
+    model = AutoModelForCausalLM.from_pretrained(default_model_folder, dtype=torch.float32).eval()
     with torch.inference_mode():
         return model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0].float()
 
@@ -57,9 +57,10 @@ def test_logits_stay_within_the_tolerance_and_clear_favourites_agree(
 ) -> None:
     logits = paged_logits(half, prompt, chunk)
     error = float((logits - teacher).abs().max())
-    assert error <= TOLERANCE, f"logits differ by up to {error}"
+    tolerance = TOLERANCE[half.path.name.partition(":")[0]]
+    assert error <= tolerance, f"logits differ by up to {error}"
     best = teacher.topk(2).values
-    clear = best[:, 0] - best[:, 1] > TOLERANCE
+    clear = best[:, 0] - best[:, 1] > tolerance
     assert int(clear.sum()) >= 20
     agree = logits.argmax(-1) == teacher.argmax(-1)
     assert bool(agree[clear].all())
