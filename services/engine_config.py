@@ -33,7 +33,7 @@ class EngineConfig:
     """``hash``: full blocks are kept under the digest of all tokens up to them; ``off``: nothing is kept."""
     eviction: str = "lru"
     """Which cached blocks go first: ``lru``, idle longest; ``lfu``, found least often, then idle longest."""
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: int = 256
     """Token budget of a step; also the longest prefill chunk."""
     max_num_seqs: int = 64
     """Sequences that may run at once."""
