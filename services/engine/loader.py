@@ -29,6 +29,7 @@ _UNSTEADY_ROPE = {
     "dynamic",
     "longrope",
 }  # rotate a token by the longest position of the batch, so chunking changes them
+_STATE = ("state_size", "mamba_d_state", "ssm_state_size", "linear_num_key_heads", "lru_width")
 _NEEDED = ("num_attention_heads", "num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings")
 
 log = logging.getLogger("pdray.engine")
@@ -55,6 +56,11 @@ def check_config(config: Any, name: str) -> None:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     kind = type(config).__name__
+    state = next((key for key in _STATE if getattr(config, key, None)), None)
+    if state:
+        raise ConfigError(
+            f"model.path: {name} ({kind}) has state-space or linear layers ({state}); their state is no KV of blocks"
+        )
     missing = [key for key in _NEEDED if getattr(config, key, None) is None]
     if getattr(config, "is_encoder_decoder", False) or missing:
         raise ConfigError(f"model.path: {name} ({kind}) is no plain decoder: its config lacks {', '.join(missing)}")

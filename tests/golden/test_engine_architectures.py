@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from kvstore.errors import ConfigError
-from services.engine.loader import load_model
+from services.engine.loader import check_config, load_model
 from services.engine.messages import Sampling
 from services.engine.prepare import prepare
 from tests.conftest import make_byte_tokenizer
@@ -77,3 +77,21 @@ def test_attention_of_another_kind_is_refused_with_its_name(name: str, tmp_path:
     folder = make(name, tmp_path, {})
     with pytest.raises(ConfigError, match=REFUSED[name]):
         load_model(folder, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("DeepseekV3", "latent state"),
+        ("Mamba2", "state-space or linear layers"),
+        ("Jamba", "state-space or linear layers"),
+        ("FalconH1", "state-space or linear layers"),
+        ("Qwen3Next", "state-space or linear layers"),
+        ("RecurrentGemma", "state-space or linear layers"),
+        ("MiniMax", "linear_attention"),
+        ("T5", "no plain decoder"),
+    ],
+)
+def test_a_model_whose_past_is_no_kv_is_refused_by_its_config(name: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        check_config(getattr(transformers, f"{name}Config")(), name)
