@@ -30,7 +30,7 @@ class WorkerState(StrEnum):
 
 
 FULL_CHUNK_TOKENS = 512
-"""What a step may hold of prompts: the default of engine.max_num_batched_tokens, which a router is not told."""
+"""What a step may hold of prompts, for all that a router knows: twice the default of engine.max_num_batched_tokens."""
 
 
 @dataclass(slots=True)

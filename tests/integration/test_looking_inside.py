@@ -53,8 +53,8 @@ def test_the_parts_of_the_timeline_add_up_to_what_the_client_measured(pd_cluster
 
 
 def test_each_layer_goes_out_while_later_ones_are_still_to_be_computed(pd_cluster: Cluster) -> None:
-    """Order, not speed: layer i was submitted before the last layer of its chunk was computed."""
-    reply = pd_cluster.complete(list(prompts.prompt(400, seed=600)))
+    """Order, not speed: layer i was submitted before the last layer of its one chunk was computed."""
+    reply = pd_cluster.complete(list(prompts.prompt(250, seed=600)))
     debug = asyncio.run(pd_cluster.debug(reply.headers["x-request-id"]))
     pushed = next(e for e in debug["events"] if e["name"] == "pushed")
     rows: list[list[float]] = pushed["detail"]["layers"]
