@@ -42,7 +42,7 @@ missing_packages() { # Debian packages of the shared libraries that do not load
 install_libraries() { # Mooncake's and the kernels' compiler; serving works without either, over tcp and slower
     local missing as_root=()
     missing=$(missing_packages "$1")
-    command -v "${CXX:-g++}" >/dev/null || missing="${missing}g++"
+    command -v g++ >/dev/null || missing="${missing}g++"
     [ -n "$missing" ] || return 0
     if [ "$(id -u)" != 0 ]; then
         if sudo -n true 2>/dev/null; then as_root=(sudo -n); else missing_note "$missing"; return 0; fi

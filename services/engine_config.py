@@ -86,3 +86,6 @@ class EngineConfig:
             "engine.admission_watermark",
             f"must be at least 0 and below 1, got {self.admission_watermark}",
         )
+
+
+DEFAULT_ENGINE = EngineConfig()

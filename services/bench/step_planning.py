@@ -22,8 +22,8 @@ from kvstore.pool import BlockPool
 from services.engine.intake import Limits
 from services.engine.messages import AddSequence, Sampling
 from services.engine.policies import POLICIES
-from services.engine.rules import Rules
 from services.engine.scheduler import Scheduler, Step
+from services.engine_config import EngineConfig
 
 BLOCK_SIZE = 16
 ROOT = namespace_root(salt="", model="m", tokenizer="t", dtype="f", block_size=BLOCK_SIZE, layout_version=1)
@@ -69,7 +69,7 @@ def measure(policy: str, scenario: Scenario, *, free_slots: bool) -> dict[str, f
     limits = Limits(num_blocks, BLOCK_SIZE, 8192, vocab_size=30_000)
     slots = 4 * scenario.running if free_slots else scenario.running
     scheduler = Scheduler(
-        BlockPool(num_blocks), limits, max_num_batched_tokens=512, max_num_seqs=slots, rules=Rules(policy=policy)
+        BlockPool(num_blocks), limits, max_num_batched_tokens=512, max_num_seqs=slots, rules=EngineConfig(policy=policy)
     )
     took: list[float] = []
     warm_up = 400

@@ -14,6 +14,8 @@ async def verify(
     core: WorkerCore, inbound: Inbound, request: worker_pb2.CommitRequest
 ) -> list[worker_pb2.Extent] | str:
     """Extents whose bytes are not what the writer sent; text where the commit itself is wrong."""
+    if not request.first_tokens:
+        return "the commit brings no first token"
     if not inbound.resent:
         expected = inbound.block_ids[inbound.cached_blocks :]
         if wrong := check_coverage(core.geometry, expected, request.extents):

@@ -14,8 +14,8 @@ from __future__ import annotations
 import math
 
 from services.engine.roster import Roster
-from services.engine.rules import Rules
 from services.engine.sequence import Phase, Sequence
+from services.engine_config import EngineConfig
 
 _EWMA = 0.1  # weight of the latest request
 
@@ -23,7 +23,7 @@ _EWMA = 0.1  # weight of the latest request
 class Admission:
     """Decides, and learns from the ends of requests; the roster moves the blocks."""
 
-    def __init__(self, roster: Roster, rules: Rules) -> None:
+    def __init__(self, roster: Roster, rules: EngineConfig) -> None:
         self._roster = roster
         self._factor = rules.reserve_output
         self._kept_free = math.floor(rules.admission_watermark * roster.limits.num_blocks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Callable
@@ -21,7 +22,6 @@ from services.engine.grammar import Grammars
 from services.engine.intake import Limits
 from services.engine.loader import load_model
 from services.engine.native.fused import FusedPath
-from services.engine.rules import Rules
 from services.engine.runner import Runner
 from services.engine.scheduler import Scheduler
 
@@ -48,6 +48,7 @@ def build_engine(send: Callable[[Any], None], memory_fd: int, progress_fd: int, 
         max_model_len=config["max_model_len"],
         trust_remote_code=config["trust_remote_code"],
     )
+    gc.collect()  # a module that was only a pattern for the fused path refers to itself, and would stay for long
     if settings.batch_invariant and not model.is_batch_invariant:
         raise ConfigError(
             f"engine.batch_invariant: {model.path.name} lets neighbours change a sequence's last bits"
@@ -70,7 +71,7 @@ def build_engine(send: Callable[[Any], None], memory_fd: int, progress_fd: int, 
         limits,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_num_seqs=settings.max_num_seqs,
-        rules=Rules.of(settings),
+        rules=settings,
     )
     return Engine(
         scheduler,

@@ -1,18 +1,21 @@
 """Sequences whose grammar is still being compiled, in a thread: they are not in the scheduler yet.
 
 hold ──compiled──► take ─► the scheduler
-  └──refused─────► take, with the error ─► the sequence ends with 400, before anything was computed
+  └──refused─────► take, with the error ─► the sequence ends with it, before anything was computed
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from services.engine.grammar import Compiled, Grammars
 from services.engine.messages import AddSequence, ReserveSequence
-from services.protocol.errors import RequestError
+from services.protocol.errors import ErrorCode, RequestError
+
+log = logging.getLogger("pdray.engine")
 
 POLL_S = 0.002
 """How long the step loop may sleep while something is being compiled."""
@@ -67,5 +70,6 @@ class Compiling:
         for held in done:
             error = held.future.exception()
             if error is not None and not isinstance(error, RequestError):
-                raise error
+                log.error("compiling the grammar of %s failed", held.seq_id, exc_info=error)
+                error = RequestError(ErrorCode.INTERNAL, f"compiling the grammar failed: {type(error).__name__}")
             yield held, error

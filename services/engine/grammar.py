@@ -11,6 +11,7 @@ meant; those go to llguidance at once (`fits_xgrammar`), so that an answer is ne
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
@@ -219,8 +220,9 @@ class Grammars:
         self._vocab_size = vocab_size
         self._compiled: OrderedDict[GrammarSpec, Future[Compiled]] = OrderedDict()
         self._places: OrderedDict[Hashable, _Place] = OrderedDict()
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="pdray-grammar")
-        self._xgrammar_thread = ThreadPoolExecutor(1, thread_name_prefix="pdray-xgrammar")
+        cpus = os.sched_getaffinity(0)  # the step loop may come to be pinned; these threads are not to crowd its CPU
+        self._threads = ThreadPoolExecutor(2, "pdray-grammar", os.sched_setaffinity, (0, cpus))
+        self._xgrammar_thread = ThreadPoolExecutor(1, "pdray-xgrammar", os.sched_setaffinity, (0, cpus))
         self._late: Future[Compiled] | None = None  # what keeps xgrammar's thread busy past its time
         self._lock = Lock()
         self._xgrammar: _Xgrammar | None = None

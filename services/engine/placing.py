@@ -14,8 +14,8 @@ from collections import Counter
 
 from services.engine.admission import Admission
 from services.engine.roster import Roster
-from services.engine.rules import Rules
 from services.engine.sequence import Phase, Sequence
+from services.engine_config import EngineConfig
 
 MAX_OVERTAKEN = 32
 _LOOK_AHEAD = 32  # queued sequences looked at in a step
@@ -25,7 +25,7 @@ _MAX_BLOCKED = 8  # of them that may turn out not to fit before the rest is left
 class Placing:
     """Decides who of the queue starts; its `roster` moves them."""
 
-    def __init__(self, roster: Roster, admission: Admission, rules: Rules, max_num_seqs: int) -> None:
+    def __init__(self, roster: Roster, admission: Admission, rules: EngineConfig, max_num_seqs: int) -> None:
         self._roster = roster
         self._admission = admission
         self._rules = rules

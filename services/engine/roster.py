@@ -13,16 +13,16 @@ from kvstore.pool import BlockPool
 from services.engine.intake import Limits
 from services.engine.messages import AddSequence, SequenceOutput
 from services.engine.policies import POLICIES, Sight
-from services.engine.rules import DEFAULT_RULES, Rules
 from services.engine.sequence import Phase, Sequence
 from services.engine.waiting import Queue
+from services.engine_config import DEFAULT_ENGINE, EngineConfig
 from services.protocol.errors import ErrorCode
 
 
 class Roster:
     """Owns every sequence from `enroll` to its end, and its blocks."""
 
-    def __init__(self, pool: BlockPool, limits: Limits, rules: Rules = DEFAULT_RULES) -> None:
+    def __init__(self, pool: BlockPool, limits: Limits, rules: EngineConfig = DEFAULT_ENGINE) -> None:
         self.pool = pool
         self.limits = limits
         self.policy = POLICIES[rules.policy]

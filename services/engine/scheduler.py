@@ -25,8 +25,8 @@ from services.engine.intake import Limits, check_sequence
 from services.engine.messages import AddSequence, ReserveSequence, SequenceOutput, StartSequence
 from services.engine.placing import Placing
 from services.engine.roster import Roster
-from services.engine.rules import DEFAULT_RULES, Rules
 from services.engine.sequence import Phase, Sequence, Work
+from services.engine_config import DEFAULT_ENGINE, EngineConfig
 from services.protocol.errors import invalid
 
 
@@ -52,7 +52,7 @@ class Scheduler:
         *,
         max_num_batched_tokens: int,
         max_num_seqs: int,
-        rules: Rules = DEFAULT_RULES,
+        rules: EngineConfig = DEFAULT_ENGINE,
     ) -> None:
         self.limits = limits
         self.rules = rules

@@ -128,6 +128,8 @@ class Children:
             ready = await asyncio.wait_for(self._engine_ready, ENGINE_START_S)
         except TimeoutError:
             raise WorkerLost(f"the engine did not load the model within {ENGINE_START_S:.0f} s") from None
+        note = f" ({ready.path_note})" if ready.path_note else ""
+        _log.info("the engine computes %s by %s, attention %s%s", ready.dtype, ready.path, ready.attention, note)
         self._core.registration.pid = ready.pid
         self._core.last_progress_s = self._core.clock()
 

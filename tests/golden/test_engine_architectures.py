@@ -16,6 +16,7 @@ from services.engine.prepare import prepare
 from tests.conftest import make_byte_tokenizer
 from tests.engine_harness import Harness, sequence
 from tests.golden.oracle import generate
+from tests.native_models import kernels
 
 SMALL = {
     "vocab_size": 512,
@@ -67,6 +68,24 @@ def test_greedy_text_is_transformers(name: str, tmp_path: Path) -> None:
     for i, item in enumerate(expected):
         sampling = Sampling(max_tokens=24, ignore_eos=True)
         harness.send(sequence(str(i), item.prompt, sampling=sampling, block_size=4))
+    harness.run()
+    for i, item in enumerate(expected):
+        item.check(harness.tokens(str(i)), name)
+
+
+WIDE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "initializer_range": 0.2}
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Phi3", "Gemma3", "Granite"])
+def test_greedy_text_over_the_native_attention_is_transformers(name: str, tmp_path: Path) -> None:
+    kernels("auto")
+    folder = make(name, tmp_path, {**SERVED[name], **WIDE})
+    model = load_model(folder, dtype="float32")
+    assert model.path.name == "generic:native"
+    expected = generate(folder, [[(i * 37 + n) % 500 + 5 for i in range(n)] for n in (1, 16, 100)], 24)
+    harness = Harness(model, num_blocks=64, block_size=16, max_num_batched_tokens=23)
+    for i, item in enumerate(expected):
+        harness.send(sequence(str(i), item.prompt, sampling=Sampling(max_tokens=24, ignore_eos=True)))
     harness.run()
     for i, item in enumerate(expected):
         item.check(harness.tokens(str(i)), name)

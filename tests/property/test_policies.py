@@ -14,9 +14,9 @@ from kvstore.pool import BlockPool
 from services.engine.intake import Limits
 from services.engine.messages import AddSequence, ReserveSequence, Sampling, StartSequence
 from services.engine.policies import POLICIES
-from services.engine.rules import Rules
 from services.engine.scheduler import Scheduler, Step
 from services.engine.sequence import Sequence
+from services.engine_config import EngineConfig
 
 SIZE = 4
 ROOT = namespace_root(salt="", model="m", tokenizer="t", dtype="f", block_size=SIZE, layout_version=1)
@@ -78,7 +78,7 @@ class Rig:
 
     def __post_init__(self) -> None:
         limits = Limits(self.num_blocks, SIZE, self.max_model_len, vocab_size=100_000)
-        rules = Rules(policy=self.policy, ageing_bound_tokens=self.ageing_bound, **self.more)  # type: ignore[arg-type]
+        rules = EngineConfig(policy=self.policy, ageing_bound_tokens=self.ageing_bound, **self.more)  # type: ignore[arg-type]
         self.scheduler = Scheduler(
             BlockPool(self.num_blocks),
             limits,

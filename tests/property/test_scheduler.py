@@ -21,10 +21,10 @@ from services.engine.intake import Limits
 from services.engine.messages import AddSequence, ReserveSequence, Sampling, SequenceOutput, StartSequence
 from services.engine.placing import MAX_OVERTAKEN
 from services.engine.policies import POLICIES
-from services.engine.rules import DEFAULT_RULES, Rules
 from services.engine.runner import Tally, tally_of
 from services.engine.scheduler import Scheduler, Step
 from services.engine.sequence import Phase, Sequence
+from services.engine_config import DEFAULT_ENGINE, EngineConfig
 
 VOCAB = 50
 MODEL_LEN = 200
@@ -41,7 +41,7 @@ class Scenario:
     max_seqs: int
     seed: int
     kinds: tuple[str, ...]  # of each request: whole, hand-off, reserve, reserve-lost
-    rules: Rules = DEFAULT_RULES
+    rules: EngineConfig = DEFAULT_ENGINE
     prefix_cache: bool = True
     eviction: str = "lru"
 
@@ -226,7 +226,7 @@ def check_step(world: World, step: Step, running_before: dict[str, int]) -> None
         assert work.start == seq.num_computed_tokens
         assert 1 <= work.count <= seq.num_missing_tokens
         assert work.stop <= len(seq.block_ids) * scenario.block_size
-    if scenario.rules != DEFAULT_RULES:
+    if scenario.rules != DEFAULT_ENGINE:
         return
     decodes = [w for w in step.work if w.sequence.seq_id in running_before and running_before[w.sequence.seq_id] == 1]
     prefills = [s for s in scheduler.roster.running.values() if running_before.get(s.seq_id, 0) > 1]
@@ -268,7 +268,7 @@ def steps_of(world: World) -> Iterator[Step]:
 
 
 rules = st.builds(
-    Rules,
+    EngineConfig,
     policy=st.sampled_from(sorted(POLICIES)),
     batching=st.sampled_from(["continuous", "continuous", "continuous", "static", "request"]),
     ageing_bound_tokens=st.sampled_from([1, 20, 100, 10_000]),
@@ -284,7 +284,7 @@ rules = st.builds(
 @settings(max_examples=150, deadline=None)
 @given(scenarios(), rules, st.booleans(), st.sampled_from(["lru", "lfu"]))
 def test_every_load_ends_right_under_every_policy_and_setting(
-    scenario: Scenario, rules: Rules, prefix_cache: bool, eviction: str
+    scenario: Scenario, rules: EngineConfig, prefix_cache: bool, eviction: str
 ) -> None:
     check_load(dataclasses.replace(scenario, rules=rules, prefix_cache=prefix_cache, eviction=eviction))
 

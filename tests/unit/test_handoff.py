@@ -246,6 +246,17 @@ async def test_a_close_before_its_reserve_leaves_a_tombstone(pair: Pair) -> None
         await pair.d.core.role.reserve(late)
 
 
+async def test_a_commit_without_a_first_token_is_refused_and_nothing_is_decoded(pair: Pair) -> None:
+    seq_id = await pair.submit()
+    await pair.start_prefill(seq_id)
+    ticket = await pair.grant(seq_id)
+    extents = [worker_pb2.Extent(layer=i, block=10, count=3) for i in range(2)]
+    request = worker_pb2.CommitRequest(ticket_id=ticket.ticket_id, attempt=0, extents=extents)
+    reply = await pair.d.core.role.commit(request)
+    assert (reply.state, reply.reason) == ("revoked", "the commit brings no first token")
+    assert not [x for x in pair.d.engine if isinstance(x, m.StartSequence)]
+
+
 async def test_a_second_commit_gives_the_first_ones_answer(pair: Pair) -> None:
     seq_id = await pair.submit()
     await pair.start_prefill(seq_id)

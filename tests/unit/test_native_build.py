@@ -50,6 +50,14 @@ def test_a_compiler_that_fails_is_quoted(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    if build.find_compiler() is None:
+        pytest.skip("no C++ compiler")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NoKernels, match=r"could not be compiled into .*file/kernels.*PDRAY_HOME"):
+        library_for(KINDS[-1], tmp_path / "file" / "kernels")
+
+
 def test_two_that_compile_at_once_end_with_one_whole_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "SOURCES", tmp_path / "sources")
     (tmp_path / "sources").mkdir()

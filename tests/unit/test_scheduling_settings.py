@@ -14,7 +14,6 @@ from kvstore.pool import BlockPool
 from services.engine.intake import Limits
 from services.engine.messages import AddSequence, ReserveSequence, Sampling
 from services.engine.policies import POLICIES
-from services.engine.rules import Rules
 from services.engine.scheduler import Scheduler, Step
 from services.engine.waste import KVWaste, waste_of
 from services.engine_config import POLICIES as POLICY_NAMES
@@ -29,7 +28,7 @@ def make(
 ) -> Scheduler:
     limits = Limits(num_blocks, SIZE, 4096, vocab_size=100_000)
     pool = BlockPool(num_blocks, prefix_cache)
-    return Scheduler(pool, limits, max_num_batched_tokens=budget, max_num_seqs=max_seqs, rules=Rules(**rules))
+    return Scheduler(pool, limits, max_num_batched_tokens=budget, max_num_seqs=max_seqs, rules=EngineConfig(**rules))
 
 
 def request(seq_id: str, length: int, max_tokens: int = 8, same: int = 0) -> AddSequence:
@@ -237,7 +236,6 @@ def test_waste_is_slots_behind_the_last_token_and_blocks_no_chunk_has_reached() 
 
 def test_every_policy_that_may_be_set_exists() -> None:
     assert set(POLICIES) == set(POLICY_NAMES)
-    assert Rules.of(EngineConfig()) == Rules()
 
 
 @pytest.mark.parametrize(

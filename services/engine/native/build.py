@@ -99,7 +99,10 @@ def library_for(kind: Instructions, folder: Path | None = None) -> Path:
     if compiler is None:
         raise NoKernels("there is no C++ compiler (apt-get install g++)")
     path = (folder or home() / "kernels") / f"pdray-{kind.name}-{_digest(kind)}.so"
-    _compile(compiler, kind, path)
+    try:
+        _compile(compiler, kind, path)
+    except OSError as exc:
+        raise NoKernels(f"the kernels could not be compiled into {path.parent}: {exc} (PDRAY_HOME)") from None
     return path
 
 
@@ -125,7 +128,7 @@ def _compile(compiler: str, kind: Instructions, path: Path) -> None:
         command = [compiler, *_COMMON, *kind.compiler_flags, str(SOURCES / "kernels.cpp"), "-o", str(made)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-        except (OSError, subprocess.TimeoutExpired) as exc:
+        except subprocess.TimeoutExpired as exc:
             raise NoKernels(f"{compiler} could not compile the kernels: {exc}") from None
         if done.returncode:
             errors = [line for line in done.stderr.splitlines() if "error" in line]

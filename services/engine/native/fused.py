@@ -233,4 +233,6 @@ def _angles(module: Any, max_positions: int) -> tuple[torch.Tensor, torch.Tensor
     with torch.inference_mode():
         cosine, sine = module.model.rotary_emb(like, positions)
     half = cosine.shape[-1] // 2
+    if half * 2 != int(module.model.layers[0].self_attn.head_dim):
+        raise NotFused(f"it rotates {half * 2} dimensions of each head, not all")
     return _single(cosine[0, :, :half]), _single(sine[0, :, :half])

@@ -21,7 +21,7 @@ void pack(const E* from, int outputs, int inputs, const int32_t* order, E* to) {
   constexpr bool pairs = sizeof(E) == 2;
   for (int column = 0; column < columns; ++column)
     for (int s = 0; s < steps; ++s) {
-      E* tile = to + (size_t(column / 2) * steps * 2 + size_t(s) * 2 + column % 2) * pdray::tile_items<E>();
+      E* tile = to + (size_t(column / 2) * steps * 2 + size_t(s) * 2 + column % 2) * pdray::TILE;
       for (int k = 0; k < pdray::STEP; ++k)
         for (int n = 0; n < pdray::WIDE; ++n) {
           int row = column * pdray::WIDE + n;

@@ -50,7 +50,7 @@ class StepParts(ctypes.Structure):
 
     _fields_ = [
         *((name, c_int32) for name in ("tokens", "spans", "rows")),
-        *((n, c_void_p) for n in ("ids", "span", "blocks", "wanted", "logits", "hidden", "finite")),
+        *((n, c_void_p) for n in ("ids", "span", "blocks", "wanted", "logits", "finite")),
         ("on_layer", OnLayer),
     ]
 

@@ -42,7 +42,6 @@ struct StepParts {
   const int32_t* const* blocks;    // [spans]
   const int32_t* wanted;           // [rows] of the packed row
   float* logits;                   // [rows][vocab]
-  float* hidden;                   // [tokens][hidden] after the last norm, or null
   uint8_t* finite;                 // [tokens]
   void (*on_layer)(int32_t);       // or null
 };
@@ -176,9 +175,6 @@ class Model {
     for (int layer = 0; layer < m_.layers; ++layer) run_layer(layer, step, own, workspace);
     for (int t = rows.first; t < rows.stop; ++t) {
       step.finite[t] = all_finite(x_ + size_t(t) * hidden, hidden);
-      if (step.hidden)
-        norm_row(x_ + size_t(t) * hidden, m_.norm_out, hidden, m_.epsilon,
-                 [&](int i, __m512 v) { _mm512_storeu_ps(step.hidden + size_t(t) * hidden + i, v); });
     }
     if (!step.rows) return;
     for (int i = share(step.rows, own).first; i < share(step.rows, own).stop; ++i)

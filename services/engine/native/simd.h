@@ -20,23 +20,11 @@ namespace pdray {
 
 constexpr int STEP = 32;  // inputs of a k-step
 constexpr int WIDE = 16;  // outputs of a tile; rows of a block
+constexpr size_t TILE = size_t(STEP) * WIDE;  // items of a tile
 
 struct bf16 {
   uint16_t bits;
 };
-
-inline float widen(bf16 x) {
-  uint32_t bits = uint32_t(x.bits) << 16;
-  float out;
-  std::memcpy(&out, &bits, 4);
-  return out;
-}
-inline float widen(float x) { return x; }
-
-template <class E>
-constexpr size_t tile_items() {
-  return STEP * WIDE;
-}
 
 // 16 floats from and to memory of either type.
 INLINE __m512 load16(const float* p) { return _mm512_loadu_ps(p); }
@@ -61,8 +49,8 @@ INLINE __m256i narrow16(__m512 x) {
 }
 INLINE void store16(bf16* p, __m512 x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow16(x)); }
 
-// 2^x for x up to 100; exactly 0 below -126, also for -inf, as denormal results take a hundred cycles each. Relative error 3e-6 for bf16, 1e-7 for float.
-// The polynomials are least-maximum fits on [-0.5, 0.5].
+// 2^x for x up to 100; exactly 0 below -126, also for -inf, as denormal results take a hundred cycles each. Relative
+// error 3e-6 for bf16, 1e-7 for float. The polynomials are least-maximum fits on [-0.5, 0.5].
 template <class E>
 INLINE __m512 exp2_16(__m512 x) {
   const __mmask16 some = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);  // NaN stays NaN
@@ -206,7 +194,7 @@ inline void dot_block(int rows, const E* a, Strides by, const E* tiles, size_t t
 template <bool ADD, class E>
 inline void multiply(const E* const* a, int blocks, Strides by, const E* tiles, int steps, float* c) {
   for (int t = 0; t < blocks; ++t)
-    dot_rows<WIDE, ADD>(a[t], by, tiles, tile_items<E>(), steps, c + size_t(t) * WIDE * WIDE, WIDE);
+    dot_rows<WIDE, ADD>(a[t], by, tiles, TILE, steps, c + size_t(t) * WIDE * WIDE, WIDE);
 }
 
 #if defined(__AMX_BF16__)
@@ -222,7 +210,7 @@ inline void multiply(const bf16* const* a, int blocks, Strides by, const bf16* t
       _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
     }
     for (int s = 0; s < steps; ++s) {
-      _tile_loadd(6, tiles + s * tile_items<bf16>(), 64);
+      _tile_loadd(6, tiles + s * TILE, 64);
       _tile_loadd(4, a[t] + s * by.step, by.row * 2); _tile_loadd(5, a[t + 1] + s * by.step, by.row * 2);
       _tile_dpbf16ps(0, 4, 6);
       _tile_loadd(4, a[t + 2] + s * by.step, by.row * 2);
@@ -240,7 +228,7 @@ inline void multiply(const bf16* const* a, int blocks, Strides by, const bf16* t
       _tile_zero(0);
     }
     for (int s = 0; s < steps; ++s) {
-      _tile_loadd(6, tiles + s * tile_items<bf16>(), 64);
+      _tile_loadd(6, tiles + s * TILE, 64);
       _tile_loadd(4, a[t] + s * by.step, by.row * 2); _tile_dpbf16ps(0, 4, 6);
     }
     _tile_stored(0, to, 64);
