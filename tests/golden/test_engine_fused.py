@@ -66,19 +66,22 @@ def test_the_fused_path_equals_the_generic_one(name: str, kind: str, dtype: str,
     assert difference(got, expected) < TOLERANCE[getattr(torch, dtype)] / (10 if dtype == "float32" else 1)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("kind", RUNNABLE)
 @pytest.mark.parametrize("name", ["Mistral", "Qwen3"])
 def test_numbers_depend_on_neither_chunks_nor_neighbours_nor_threads(
-    name: str, kind: str, folders: dict[str, Path]
+    name: str, kind: str, dtype: str, folders: dict[str, Path]
 ) -> None:
     kernels(kind)
-    model = load_model(folders[name], dtype="bfloat16", kernels=kind)
+    model = load_model(folders[name], dtype=dtype, kernels=kind)
     assert model.is_batch_invariant
     ids = prompt(2)
     whole = logits_of(model, model.path, ids, [])
     for seed in range(4):
         cuts = sorted(random.Random(seed).sample(range(1, LENGTH), 5))
         assert torch.equal(logits_of(model, model.path, ids, cuts), whole), f"cuts {cuts}"
+    token_by_token = list(range(LENGTH - 40, LENGTH))
+    assert torch.equal(logits_of(model, model.path, ids, token_by_token), whole)
     memory = memory_for(model)
     spans = [
         Span(prompt(3, 33), 0, [1, 3, 5]),
@@ -90,7 +93,7 @@ def test_numbers_depend_on_neither_chunks_nor_neighbours_nor_threads(
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        other = load_model(folders[name], dtype="bfloat16", kernels=kind)
+        other = load_model(folders[name], dtype=dtype, kernels=kind)
     finally:
         torch.set_num_threads(before)
     assert torch.equal(logits_of(other, other.path, ids, [64]), whole)

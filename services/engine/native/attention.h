@@ -111,6 +111,32 @@ inline void pack_values(const float* const rows[KEYS], int count, int dim, float
     }
 }
 
+// Keys or values as tiles with keys as k: [dim / 16][k-steps][...]; keys past `count` are zero, up to a whole step.
+inline void pack_pairs(const bf16* const rows[KEYS], int count, int dim, bf16* out) {
+  alignas(64) uint16_t low[32], high[32];
+  for (int i = 0; i < 16; ++i) {
+    low[2 * i] = uint16_t(i), low[2 * i + 1] = uint16_t(32 + i);
+    high[2 * i] = uint16_t(16 + i), high[2 * i + 1] = uint16_t(48 + i);
+  }
+  const __m512i at_low = _mm512_load_si512(low), at_high = _mm512_load_si512(high);
+  const int steps = (count + STEP - 1) / STEP;
+  for (int k = 0; k < steps * STEP; k += 2)
+    for (int d = 0; d < dim; d += 32) {
+      __m512i a = k < count ? _mm512_loadu_si512(rows[k] + d) : _mm512_setzero_si512();
+      __m512i b = k + 1 < count ? _mm512_loadu_si512(rows[k + 1] + d) : _mm512_setzero_si512();
+      bf16* to = out + size_t(d) * steps * STEP + size_t(k) * WIDE;
+      _mm512_store_si512(to, _mm512_permutex2var_epi16(a, at_low, b));
+      _mm512_store_si512(to + steps * TILE, _mm512_permutex2var_epi16(a, at_high, b));
+    }
+}
+inline void pack_pairs(const float* const rows[KEYS], int count, int dim, float* out) {
+  const int steps = (count + STEP - 1) / STEP;
+  for (int k = 0; k < steps * STEP; ++k)
+    for (int d = 0; d < dim; d += 16)
+      _mm512_store_ps(out + size_t(d) * steps * STEP + size_t(k) * WIDE,
+                      k < count ? _mm512_loadu_ps(rows[k] + d) : _mm512_setzero_ps());
+}
+
 // Weights of two neighbouring keys for 16 rows, as tiles have them.
 INLINE void put_weights(bf16* tiles, int key, __m512 even, __m512 odd) {
   __m512i low = _mm512_cvtepu16_epi32(narrow16(even)), high = _mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow16(odd)), 16);
@@ -158,11 +184,102 @@ inline void soften(float* scores, E* weights, const Seen& seen, int padded, floa
   for (int d = 0; d < dim; ++d) _mm512_store_ps(sums + d * WIDE, _mm512_mul_ps(_mm512_load_ps(sums + d * WIDE), shrink));
 }
 
+// `soften` with keys as columns: scores [ROWS][KEYS], sums [ROWS][dim]. Keys outside from .. keys - 1 are hidden.
+template <int ROWS, class E>
+inline void soften_few(float* scores, E* weights, int from, int keys, int padded, float scale, float* top, float* total,
+                       float* sums, int dim) {
+  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i low = _mm512_set1_epi32(from), high = _mm512_set1_epi32(keys);
+  const __m512 hidden = _mm512_set1_ps(-std::numeric_limits<float>::infinity()), by = _mm512_set1_ps(scale);
+  float sum[ROWS] = {}, shrunk[ROWS];
+  for (int r = 0; r < ROWS; ++r) {
+    float *s = scores + r * KEYS, *own = sums + r * dim;
+    __m512 most = hidden;
+    for (int n = 0; n < padded; n += 16) {
+      __m512i at = _mm512_add_epi32(lane, _mm512_set1_epi32(n));
+      __mmask16 seen = _mm512_cmpge_epi32_mask(at, low) & _mm512_cmplt_epi32_mask(at, high);
+      __m512 v = _mm512_mask_mov_ps(hidden, seen, _mm512_load_ps(s + n));
+      _mm512_store_ps(s + n, v);
+      most = _mm512_max_ps(most, v);
+    }
+    const __m512 before = _mm512_set1_ps(top[r]);
+    const __m512 reached = _mm512_mul_ps(_mm512_set1_ps(_mm512_reduce_max_ps(most)), by);
+    const __m512 peak = _mm512_max_ps(_mm512_max_ps(reached, before), _mm512_set1_ps(NEVER));
+    for (int n = 0; n < padded; n += 16) {
+      __m512 e = exp2_16<E>(_mm512_fmsub_ps(_mm512_load_ps(s + n), by, peak));
+      _mm512_store_ps(s + n, e);
+      store16(weights + r * KEYS + n, e);
+    }
+    top[r] = _mm512_cvtss_f32(peak), shrunk[r] = 1.0f;
+    if (!_mm512_cmp_ps_mask(before, peak, _CMP_NEQ_UQ)) continue;
+    const __m512 shrink = exp2_16<E>(_mm512_sub_ps(before, peak));
+    shrunk[r] = _mm512_cvtss_f32(shrink);
+    for (int d = 0; d < dim; d += 16) _mm512_store_ps(own + d, _mm512_mul_ps(_mm512_load_ps(own + d), shrink));
+  }
+  for (int n = 0; n < padded; ++n)  // one after another, as `soften` adds them
+    for (int r = 0; r < ROWS; ++r) sum[r] += scores[r * KEYS + n];
+  for (int r = 0; r < ROWS; ++r) total[r] = std::fma(total[r], shrunk[r], sum[r]);
+}
+
+// `attend_item` for one token with few query heads to a KV head: 16 keys or dimensions stand as columns, not 16 rows. Each
+// number comes from the same operations in the same order, so the results are equal.
+template <int ROWS, class E, class Put>
+inline void attend_few(const Paged& p, const E* layer, const Span& span, int head, int token, const E* queries,
+                       Workspace<E>& w, const Put& put) {
+  const int dim = p.head_dim, last = span.first + token, from = p.window ? last - p.window + 1 : 0;
+  const E* own = queries + (size_t(span.row + token) * p.kv_heads + head) * ROWS * dim;
+  const size_t head_items = size_t(p.block_size) * dim, value_items = head_items * p.kv_heads;
+  for (int r = 0; r < ROWS; ++r) w.top[r] = -std::numeric_limits<float>::infinity(), w.total[r] = 0.0f;
+  std::memset(w.sums, 0, sizeof(float) * ROWS * dim);
+  for (int base = from > 0 ? from / KEYS * KEYS : 0; base <= last; base += KEYS) {
+    const int keys = last + 1 - base < KEYS ? last + 1 - base : KEYS, steps = (keys + STEP - 1) / STEP;
+    const E *key_rows[KEYS], *value_rows[KEYS];
+    for (int i = 0, block = base / p.block_size, inside = base % p.block_size; i < keys; ++block, inside = 0) {
+      const E* at = layer + size_t(span.blocks[block]) * 2 * value_items + head * head_items;
+      for (; inside < p.block_size && i < keys; ++inside, ++i) {
+        key_rows[i] = at + size_t(inside) * dim;
+        value_rows[i] = key_rows[i] + value_items;
+      }
+    }
+    for (int n = 0; n < steps * STEP; n += WIDE) {
+      if (n < keys) pack_rows(key_rows + n, keys - n < WIDE ? keys - n : WIDE, dim, w.keys);
+      dot_rows<ROWS, false>(own, Strides{size_t(dim), STEP}, w.keys, TILE, dim / STEP, w.scores + n, KEYS);
+    }
+    soften_few<ROWS, E>(w.scores, w.weights, from - base, keys, steps * STEP, p.scale, w.top, w.total, w.sums, dim);
+    pack_pairs(value_rows, keys, dim, w.values);
+    for (int d = 0; d < dim; d += WIDE)
+      dot_rows<ROWS, true>(w.weights, Strides{KEYS, STEP}, w.values + size_t(d) * steps * STEP, TILE, steps, w.sums + d, dim);
+  }
+  for (int r = 0; r < ROWS; ++r)
+    for (int d = 0; d < dim; d += WIDE)
+      put(span.row + token, (head * ROWS + r) * dim + d,
+          _mm512_mul_ps(_mm512_load_ps(w.sums + r * dim + d), _mm512_set1_ps(1.0f / w.total[r])));
+}
+
+#if defined(__AMX_BF16__)
+template <class E>
+constexpr bool FEW_PAYS = sizeof(E) == 4;  // a tile's multiplication takes as long for one row as for 16
+#else
+template <class E>
+constexpr bool FEW_PAYS = true;
+#endif
+
 // Args: layer: the layer's memory; queries: [tokens][heads][head_dim]; put(token's row, item of it, 16 floats).
 template <class E, class Put>
 inline void attend_item(const Paged& p, const E* layer, const Span& span, int head, int token, int count,
                         const E* queries, Workspace<E>& w, const Put& put) {
   const int dim = p.head_dim, group = p.group, rows = count * group, blocks = (rows + WIDE - 1) / WIDE;
+  if (FEW_PAYS<E> && count == 1) switch (group) {
+      case 1: return attend_few<1>(p, layer, span, head, token, queries, w, put);
+      case 2: return attend_few<2>(p, layer, span, head, token, queries, w, put);
+      case 3: return attend_few<3>(p, layer, span, head, token, queries, w, put);
+      case 4: return attend_few<4>(p, layer, span, head, token, queries, w, put);
+      case 5: return attend_few<5>(p, layer, span, head, token, queries, w, put);
+      case 6: return attend_few<6>(p, layer, span, head, token, queries, w, put);
+      case 7: return attend_few<7>(p, layer, span, head, token, queries, w, put);
+      case 8: return attend_few<8>(p, layer, span, head, token, queries, w, put);
+      default: break;
+    }
   const size_t stride = size_t(p.kv_heads) * group * dim;
   const int first = span.first + token, last = first + count - 1;
   for (int b = 0; b < blocks; ++b) {

@@ -24,14 +24,21 @@ inline void gemm(int rows, const E* a, const Weights<E>& w, int first, int stop,
   for (int p = first; p < stop; ++p)
     for (int r = 0; r < rows; r += WIDE) {
       int count = rows - r < WIDE ? rows - r : WIDE;
-      dot_block<E>(count, a + r * lda, BLOCKED, w.panel(p), 2 * TILE, w.steps, c, 2 * WIDE);
-      dot_block<E>(count, a + r * lda, BLOCKED, w.panel(p) + TILE, 2 * TILE, w.steps, c + WIDE, 2 * WIDE);
+      size_t ahead = r ? 0 : w.steps * 2 * TILE;  // the first rows fetch the next panel
+      dot_block<E>(count, a + r * lda, BLOCKED, w.panel(p), 2 * TILE, w.steps, c, 2 * WIDE, ahead);
+      dot_block<E>(count, a + r * lda, BLOCKED, w.panel(p) + TILE, 2 * TILE, w.steps, c + WIDE, 2 * WIDE, ahead);
       for (int i = 0; i < count; ++i)
         done(r + i, p, _mm512_load_ps(c + i * 2 * WIDE), _mm512_load_ps(c + i * 2 * WIDE + WIDE));
     }
 }
 
 #if defined(__AMX_BF16__)
+// Two tiles that will be read soon.
+template <_mm_hint WHERE>
+INLINE void fetch(const bf16* tiles) {
+  for (size_t line = 0; line < 2 * TILE; line += 32) _mm_prefetch(reinterpret_cast<const char*>(tiles + line), WHERE);
+}
+
 template <class Done>
 inline void gemm(int rows, const bf16* a, const Weights<bf16>& w, int first, int stop, Done&& done) {
   const size_t lda = size_t(w.steps) * STEP;
@@ -44,6 +51,7 @@ inline void gemm(int rows, const bf16* a, const Weights<bf16>& w, int first, int
       const bf16 *top = a + r * lda, *bottom = top + WIDE * lda;
       _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
       for (int s = 0; s < w.steps; ++s) {
+        if (!r) fetch<_MM_HINT_T1>(panel + (s + w.steps) * 2 * TILE);  // of the next panel
         _tile_loadd(4, top + s * TILE, 64);
         _tile_loadd(6, panel + s * 2 * TILE, 64); _tile_loadd(7, panel + s * 2 * TILE + TILE, 64);
         _tile_dpbf16ps(0, 4, 6);
@@ -62,8 +70,7 @@ inline void gemm(int rows, const bf16* a, const Weights<bf16>& w, int first, int
     _tile_zero(0); _tile_zero(1);
     for (int s = 0; s < w.steps; ++s) {
       const bf16* next = panel + s * 2 * TILE;
-      for (size_t line = 0; line < 2 * TILE; line += 32)
-        _mm_prefetch(reinterpret_cast<const char*>(next + 8 * 2 * TILE + line), _MM_HINT_T0);
+      fetch<_MM_HINT_T0>(next + 8 * 2 * TILE);
       _tile_loadd(4, a + r * lda + s * TILE, 64);
       _tile_loadd(6, next, 64); _tile_dpbf16ps(0, 4, 6);
       _tile_loadd(7, next + TILE, 64); _tile_dpbf16ps(1, 4, 7);

@@ -141,14 +141,17 @@ INLINE E* place(E* blocked, int steps, int row, int item) {
   return blocked + (size_t(row / WIDE) * steps + item / STEP) * (STEP * WIDE) + size_t(row % WIDE) * STEP + item % STEP;
 }
 
-// c[rows][16] = (c +) a . tiles, for one column of tiles, which lie `tile_step` items apart.
+// c[rows][16] = (c +) a . tiles, for one column of tiles, which lie `tile_step` items apart. What lies `ahead` items behind
+// each line of them is fetched meanwhile.
 template <int ROWS, bool ADD>
-inline void dot_rows(const bf16* a, Strides by, const bf16* tiles, size_t tile_step, int steps, float* c, size_t ldc) {
+inline void dot_rows(const bf16* a, Strides by, const bf16* tiles, size_t tile_step, int steps, float* c, size_t ldc,
+                     size_t ahead = 0) {
   __m512 sum[ROWS];
   for (int r = 0; r < ROWS; ++r) sum[r] = ADD ? _mm512_loadu_ps(c + r * ldc) : _mm512_setzero_ps();
   for (int s = 0; s < steps; ++s, tiles += tile_step, a += by.step) {
     for (int p = 0; p < STEP / 2; ++p) {
       __m512i b = _mm512_loadu_si512(tiles + p * 2 * WIDE);
+      _mm_prefetch(reinterpret_cast<const char*>(tiles + p * 2 * WIDE + ahead), _MM_HINT_T1);
 #if !defined(__AVX512BF16__)
       __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(b, 16));
       __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(b, _mm512_set1_epi32(int(0xffff0000))));
@@ -169,25 +172,29 @@ inline void dot_rows(const bf16* a, Strides by, const bf16* tiles, size_t tile_s
 }
 
 template <int ROWS, bool ADD>
-inline void dot_rows(const float* a, Strides by, const float* tiles, size_t tile_step, int steps, float* c, size_t ldc) {
+inline void dot_rows(const float* a, Strides by, const float* tiles, size_t tile_step, int steps, float* c, size_t ldc,
+                     size_t ahead = 0) {
   __m512 sum[ROWS];
   for (int r = 0; r < ROWS; ++r) sum[r] = ADD ? _mm512_loadu_ps(c + r * ldc) : _mm512_setzero_ps();
   for (int s = 0; s < steps; ++s, tiles += tile_step, a += by.step)
     for (int k = 0; k < STEP; ++k) {
       __m512 b = _mm512_loadu_ps(tiles + k * WIDE);
+      _mm_prefetch(reinterpret_cast<const char*>(tiles + k * WIDE + ahead), _MM_HINT_T1);
       for (int r = 0; r < ROWS; ++r) sum[r] = _mm512_fmadd_ps(_mm512_set1_ps(a[r * by.row + k]), b, sum[r]);
     }
   for (int r = 0; r < ROWS; ++r) _mm512_storeu_ps(c + r * ldc, sum[r]);
 }
 
-// The same for 1 to 16 rows; `a` must be readable for the next power of two.
+// The same for 1 to 16 rows; `a` must be readable for 16.
 template <class E>
-inline void dot_block(int rows, const E* a, Strides by, const E* tiles, size_t tile_step, int steps, float* c, size_t ldc) {
-  if (rows <= 1) return dot_rows<1, false>(a, by, tiles, tile_step, steps, c, ldc);
-  if (rows <= 2) return dot_rows<2, false>(a, by, tiles, tile_step, steps, c, ldc);
-  if (rows <= 4) return dot_rows<4, false>(a, by, tiles, tile_step, steps, c, ldc);
-  if (rows <= 8) return dot_rows<8, false>(a, by, tiles, tile_step, steps, c, ldc);
-  dot_rows<16, false>(a, by, tiles, tile_step, steps, c, ldc);
+inline void dot_block(int rows, const E* a, Strides by, const E* tiles, size_t tile_step, int steps, float* c, size_t ldc,
+                      size_t ahead) {
+  if (rows <= 1) return dot_rows<1, false>(a, by, tiles, tile_step, steps, c, ldc, ahead);
+  if (rows <= 2) return dot_rows<2, false>(a, by, tiles, tile_step, steps, c, ldc, ahead);
+  if (rows <= 4) return dot_rows<4, false>(a, by, tiles, tile_step, steps, c, ldc, ahead);
+  if (rows <= 8) return dot_rows<8, false>(a, by, tiles, tile_step, steps, c, ldc, ahead);
+  if (rows <= 12) return dot_rows<12, false>(a, by, tiles, tile_step, steps, c, ldc, ahead);
+  dot_rows<16, false>(a, by, tiles, tile_step, steps, c, ldc, ahead);
 }
 
 // c[t][16][16] = (c +) a[t] . tiles: several blocks of 16 rows, each wherever it lies, times one column of tiles.
