@@ -32,7 +32,11 @@ Model = Annotated[
 Dtype = Annotated[str | None, typer.Option(help=f"Of weights and KV: {', '.join(DTYPES)}.")]
 Config = Annotated[Path | None, typer.Option(help="YAML file with settings.", exists=True, dir_okay=False)]
 RedisUrl = Annotated[str | None, typer.Option(help="redis://…, `embedded` (a Valkey of our own) or `none`.")]
-Transport = Annotated[str | None, typer.Option(help="How KV moves: auto, mooncake, tcp, or module:Class.")]
+Transport = Annotated[str | None, typer.Option(help="How KV moves: auto, nvlink, rdma, mooncake, tcp, module:Class.")]
+AllowFallback = Annotated[
+    bool | None,
+    typer.Option("--allow-fallback", help="Where --transport cannot be used: the next slower one, and say so."),
+]
 Port = Annotated[int | None, typer.Option(help="HTTP port of the router; 0: a free one.", min=0, max=65535)]
 GrpcPort = Annotated[int | None, typer.Option(help="gRPC port of the router; 0: a free one.", min=0, max=65535)]
 Set = Annotated[
@@ -78,6 +82,7 @@ def serve(
     block_size: Annotated[int | None, typer.Option(help="Tokens of a KV block.", show_default="16", min=1)] = None,
     num_blocks: Annotated[int | None, typer.Option(help="KV blocks of each worker; 0: by memory.", min=0)] = None,
     transport: Transport = None,
+    allow_fallback: AllowFallback = None,
     redis_url: RedisUrl = None,
     namespace: Annotated[str | None, typer.Option(help="Separates applications in one Redis.")] = None,
     log_dir: Annotated[str | None, typer.Option(help="Folder for Ray's session and all logs.")] = None,
@@ -103,6 +108,7 @@ def serve(
         "engine.block_size": block_size,
         "engine.num_blocks": num_blocks,
         "transfer.transport": transport,
+        "transfer.allow_fallback": allow_fallback,
         "redis.url": redis_url,
         "redis.namespace": namespace,
         "log_dir": log_dir,

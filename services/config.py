@@ -20,6 +20,8 @@ import yaml
 from kvstore.errors import ConfigError
 from services.engine_config import EngineConfig as EngineConfig
 from services.engine_config import require as _require
+from services.tier_config import TierConfig as TierConfig
+from services.transfer_config import TransferConfig as TransferConfig
 
 ROLES = ("prefill", "decode", "mixed")
 DTYPES = ("auto", "bfloat16", "float32")
@@ -45,40 +47,6 @@ class ModelConfig:
     def __post_init__(self) -> None:
         _require(self.dtype in DTYPES, "model.dtype", f"must be one of {DTYPES}, got {self.dtype!r}")
         _require(self.max_model_len >= 0, "model.max_model_len", f"must not be negative, got {self.max_model_len}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransferConfig:
-    """The hand-off between prefill and decode."""
-
-    transport: str = "auto"
-    """``mooncake``, ``tcp``, ``local``, ``module:Class``; ``auto``: mooncake where it can be guarded, else tcp."""
-    protocol: str = "tcp"
-    """Mooncake's wire: ``tcp`` or ``rdma``."""
-    device: str = ""
-    """RDMA devices for Mooncake, comma separated; empty: its own discovery."""
-    digests: bool = True
-    """Verify each written extent with xxh3-64."""
-    layerwise: bool = True
-    """Push each layer when it is computed; off: all layers after the chunk's forward."""
-    lease_ms: int = 5000
-    lease_renew_ms: int = 1000
-    max_outstanding: int = 512
-    """Writes on the wire to one peer; the rest wait in our queue."""
-    fence_after_ms: int = 2000
-    """An aborted write not done by then is fenced by closing the peer's channel."""
-    throttle_bytes_per_s: int = 0
-    """Slows every write, for tests and benchmarks; 0: off."""
-
-    def __post_init__(self) -> None:
-        _require(self.protocol in ("tcp", "rdma"), "transfer.protocol", f"must be tcp or rdma, got {self.protocol!r}")
-        for name in ("lease_ms", "lease_renew_ms", "max_outstanding", "fence_after_ms"):
-            _require(getattr(self, name) >= 1, f"transfer.{name}", f"must be at least 1, got {getattr(self, name)}")
-        _require(
-            self.lease_renew_ms * 2 <= self.lease_ms,
-            "transfer.lease_renew_ms",
-            f"must be at most half of transfer.lease_ms ({self.lease_ms}), got {self.lease_renew_ms}",
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,21 +78,32 @@ class RouterConfig:
     replicas: int = 1
     policy: str = "cost"
     """``cost`` (overlap, load, bookings), ``round-robin`` or ``least-loaded``."""
+    pull: str = "auto"
+    """Prefill workers load KV that another worker holds, above all of a conversation's earlier turns: ``auto``, where
+    that is predicted to be faster than computing it; or ``off``."""
     max_body_bytes: int = 8 << 20
     max_queue: int = 1024
     """Requests in the router at once; one more gets 503."""
     timelines_kept: int = 1024
     """Finished requests shown at /debug/requests."""
-    max_attempts: int = 3
-    """Tries of one request before its first streamed byte."""
+    max_attempts: int = 4
+    """Tries of one request in all: submissions, retargets and migrations of a stream. Four are one way down the whole
+    ladder: a new reader, another pair, one worker for all."""
+    rescue_wait_s: float = 1.0
+    """How long a request whose worker was lost waits for one that can take it over, where none is there. It covers a
+    stream that is re-attached, a stall that ends, a successor that is nearly up; a client hears of the failure within
+    two seconds all the same. 0: not at all."""
     max_n: int = 16
     """Choices that one request may ask for (``n``); they share its prompt's KV."""
 
     def __post_init__(self) -> None:
-        _require(self.max_n >= 1, "router.max_n", f"must be at least 1, got {self.max_n}")
+        for name in ("max_n", "max_attempts"):
+            _require(getattr(self, name) >= 1, f"router.{name}", f"must be at least 1, got {getattr(self, name)}")
+        _require(self.rescue_wait_s >= 0, "router.rescue_wait_s", f"must not be negative, got {self.rescue_wait_s}")
         for name in ("port", "grpc_port", "serve_port", "serve_grpc_port"):
             value = getattr(self, name)
             _require(0 <= value < 65536, f"router.{name}", f"must be a port number or 0, got {value}")
+        _require(self.pull in ("auto", "off"), "router.pull", f"must be auto or off, got {self.pull!r}")
         _require(
             self.policy in ("cost", "round-robin", "least-loaded"),
             "router.policy",
@@ -181,6 +160,7 @@ class ServeConfig:
     """Static addresses of workers, host:port; beside Redis and Ray, the third source of discovery."""
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    tier: TierConfig = field(default_factory=TierConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
@@ -344,14 +324,21 @@ def set_mooncake_environment(config: TransferConfig, environ: MutableMapping[str
     env.setdefault("MC_TCP_ENABLE_CONNECTION_POOL", "1")
     env.setdefault("MC_TCP_LANES_PER_PEER", "4")
     env.setdefault("MC_HANDSHAKE_CONNECT_TIMEOUT", "5")
-    if config.protocol == "tcp":
+    if config.wanted != "rdma":
         env.setdefault("MC_FORCE_TCP", "1")
+    for pair in config.mooncake_env:
+        name, _, value = pair.partition("=")
+        env[name] = value
 
 
 def set_ray_environment(environ: MutableMapping[str, str] | None = None) -> None:
-    """Set what a Ray cluster of our own needs: no usage report leaves the machine. Call before ray is imported."""
+    """Set what a Ray cluster of our own needs. Call before ray is imported.
+
+    No usage report leaves the machine, and replicas, which do all the work here, are not nicer than other processes.
+    """
     env = os.environ if environ is None else environ
     env.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    env.setdefault("RAY_worker_niceness", "0")
 
 
 def home() -> Path:

@@ -18,7 +18,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from http.client import HTTPResponse
 from pathlib import Path
 from types import FrameType
@@ -83,7 +83,7 @@ def run(config: ServeConfig, console: Console, *, dashboard: bool) -> None:
     config.check_pairs()
     if config.router.replicas > 1:
         raise StartError(f"router.replicas is {config.router.replicas}: one machine has one router, clusters have more")
-    check_system(config.transfer.transport)
+    check_system(config.transfer)
     check_ports(config)
     config = with_threads(with_new_secret(with_serve_ports(config)), usable_cores())
     signals = Signals()
@@ -170,10 +170,15 @@ def _open(host: str, port: int, path: str) -> HTTPResponse:
 
 
 def _transports(host: str, port: int) -> str:
-    """What the workers really move KV with, which `auto` leaves to them."""
     with _open(host, port, "/v1/cluster") as reply:
-        workers = json.load(reply)["workers"]
-    return ", ".join(sorted({worker["transport"] for worker in workers} - {""}))
+        return moves_by(json.load(reply)["pairs"])
+
+
+def moves_by(pairs: Sequence[Mapping[str, str]]) -> str:
+    """What the pairs of /v1/cluster really move KV by, and why that is not what was asked for, where it is not."""
+    shown = dict.fromkeys((pair["transport"], pair["note"]) for pair in pairs)
+    texts = (note if note.startswith(transport) else f"{transport} {note}".strip() for transport, note in shown)
+    return ", ".join(text for text in texts if text)
 
 
 def last_line(text: str) -> str:

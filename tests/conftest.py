@@ -33,6 +33,15 @@ def tiny_model_folder(tiny_source_folder: Path, tmp_path_factory: pytest.TempPat
     return prepare(str(tiny_source_folder), cache_dir=cache, dtype="auto", progress=lambda _: None)
 
 
+@pytest.fixture(scope="session")
+def invariant_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama, prepared, that the fused path takes where the CPU has one: no sum depends on how a sequence is cut,
+    so that seeded answers, which near-ties decide once in ten thousand tokens, are the same wherever they were cut."""
+    source = tmp_path_factory.mktemp("tiny-invariant")
+    make_tiny_llama(source, hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32)
+    return prepare(str(source), cache_dir=tmp_path_factory.mktemp("prepared"), dtype="auto", progress=lambda _: None)
+
+
 def make_tiny_llama(folder: Path, seed: int = 0, **settings: object) -> None:
     """Write config.json, model.safetensors and a byte-level tokenizer of 512 ids; equal seeds give equal weights."""
     import torch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from kvstore.blocks import block_names, namespace_root
 from kvstore.geometry import KVGeometry, KVGroup
 from kvstore.pool import BlockPool
 from kvstore.tensors import KVMemory
+from kvstore.tier.registry import TierOptions, make_connector
 from services.engine.core import Engine, Progress
 from services.engine.grammar import Grammars
 from services.engine.intake import Limits
@@ -17,6 +19,7 @@ from services.engine.loader import LoadedModel
 from services.engine.messages import AddSequence, Sampling, SequenceOutput, StepDone
 from services.engine.runner import Runner
 from services.engine.scheduler import Scheduler
+from services.engine.tiers import Tiers
 
 ROOT = namespace_root(salt="", model="m", tokenizer="t", dtype="float32", block_size=16, layout_version=1)
 
@@ -46,6 +49,8 @@ class Harness:
         max_num_seqs: int = 64,
         max_model_len: int = 4096,
         progress: Progress | None = None,
+        tier: str = "off",
+        tier_options: TierOptions | None = None,
     ) -> None:
         card = model.card
         group = KVGroup(
@@ -63,6 +68,8 @@ class Harness:
         self.scheduler = Scheduler(
             self.pool, self.limits, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs
         )
+        connector = make_connector(tier, self.memory, tier_options or TierOptions())
+        self.tiers = Tiers(self.pool, card.num_layers, connector, name=tier)
         self.sent: list[Any] = []
         ticks = itertools.count()
         self.engine = Engine(
@@ -71,6 +78,7 @@ class Harness:
             send=self.sent.append,
             clock=lambda: next(ticks) * 1e-3,
             progress=progress,
+            tiers=self.tiers,
         )
 
     def send(self, *messages: Any) -> None:
@@ -90,9 +98,11 @@ class Harness:
         """Step until there is nothing to compute."""
         for _ in range(limit):
             if not self.step():
-                if self.engine.patience_s is None:
+                patience_s = self.engine.patience_s
+                if patience_s is None:
                     return
                 self.grammars.settle()
+                time.sleep(patience_s)
         raise AssertionError(f"not idle after {limit} steps")
 
     def outputs(self) -> list[SequenceOutput]:

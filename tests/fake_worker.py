@@ -267,23 +267,23 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):  # type: ignore[misc]
 
 
 async def run_normally(worker: FakeWorker, submit: worker_pb2.SubmitRequest) -> None:
-    """The whole answer, at once."""
+    """The whole answer, at once, behind what of it exists already."""
     request = submit.request
     times = worker_pb2.StageTimes(queue_ms=1, compute_ms=2)
-    last = request.sampling.max_tokens - 1
+    first, last = len(request.output_ids), request.sampling.max_tokens - 1
     if not submit.HasField("reader"):
-        tokens = [token(i) for i in range(last + 1)]
-        worker.spawn(worker.output(request, 0, *tokens, finish="length", times=times))
+        tokens = [token(i) for i in range(first, last + 1)]
+        worker.spawn(worker.output(request, first, *tokens, finish="length", times=times))
         return
-    await worker.output(request, 0, token(0), times=times, finish="" if last else "length")
-    if last:
+    await worker.output(request, first, token(first), times=times, finish="" if last > first else "length")
+    if last > first:
         worker.spawn(hand_off(worker, worker.reader(submit), request))
 
 
 async def hand_off(worker: FakeWorker, reader: FakeWorker, request: worker_pb2.Request) -> None:
     """Commit, then decode to max_tokens, one message for each token."""
     await worker.handoff(request)
-    await decode(reader, request)
+    await decode(reader, request, start=len(request.output_ids))
 
 
 async def decode(reader: FakeWorker, request: worker_pb2.Request, start: int = 0) -> None:

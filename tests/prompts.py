@@ -72,3 +72,10 @@ def greedy(folder: Path, prompt_ids: tuple[int, ...], num_tokens: int = 32) -> t
             pad_token_id=0,
         )
     return tuple(out[0, len(prompt_ids) :].tolist())
+
+
+def text(folder: Path, ids: tuple[int, ...]) -> str:
+    """What these ids read as, special tokens left out."""
+    from tokenizers import Tokenizer
+
+    return str(Tokenizer.from_file(str(folder / "tokenizer.json")).decode(list(ids)))

@@ -2,8 +2,9 @@
 
 Life of a write:
 
-    submit ─► on the wire ─► DONE       the bytes are in the reader's memory
-                        └──► FAILED     may still land (with newer content) until the channel is closed
+    submit ─┬► on the wire ─► DONE      the bytes are in the reader's memory
+            │            └──► FAILED    may still land (with newer content) until the channel is closed
+            └► REFUSED                  it was never started
 
 Only DONE, or a closed channel, is terminal: blocks under a FAILED or unfinished write stay quarantined until
 `Channel.close` returns. That is the fence. A transport has one channel, and one listener, for each peer epoch, so
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from kvstore.errors import TransferError
+from kvstore.errors import FailureKind, SubmitFailed, TransferError
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,13 @@ class Write:
 class WriteState(StrEnum):
     PENDING = "pending"
     DONE = "done"
-    FAILED = "failed"
+    FAILED = "failed"  # at completion
+    REFUSED = "refused"  # at submission; a transport may also report such a write as FAILED
+
+    @property
+    def failure(self) -> FailureKind | None:
+        """At which stage it failed, if it did."""
+        return {WriteState.FAILED: FailureKind.COMPLETION, WriteState.REFUSED: FailureKind.SUBMIT}.get(self)
 
 
 class ChannelStuck(TransferError):
@@ -57,10 +64,10 @@ class ChannelStuck(TransferError):
 
 
 def check_source(region: Region, writes: Sequence[Write]) -> None:
-    """Raise TransferError where a write would read outside our memory."""
+    """Raise SubmitFailed where a write would read outside our memory."""
     for write in writes:
         if write.source_offset < 0 or write.num_bytes < 1 or write.source_offset + write.num_bytes > region.num_bytes:
-            raise TransferError(
+            raise SubmitFailed(
                 f"write of {write.num_bytes} bytes at {write.source_offset} leaves the source memory "
                 f"of {region.num_bytes} bytes"
             )
@@ -89,11 +96,11 @@ class Channel(Protocol):
     def submit(self, writes: Sequence[Write]) -> list[int]:
         """Start each write; returns an id for each. May block while the peer is frozen: one thread for each peer.
 
-        Raises TransferError where nothing was started.
+        Raises SubmitFailed where nothing was started.
         """
 
     def poll(self, ids: Sequence[int]) -> Mapping[int, WriteState]:
-        """States of these ids; an id reported DONE or FAILED is forgotten. Never blocks."""
+        """States of these ids; an id whose state is not PENDING is forgotten. Never blocks."""
 
     def close(self) -> None:
         """Fence: when this returns no write of this channel can land any more. Other threads may be in submit or poll.

@@ -10,7 +10,7 @@ import ctypes
 import itertools
 from collections.abc import Mapping, Sequence
 
-from kvstore.errors import TransferError
+from kvstore.errors import SubmitFailed, TransferError
 from kvstore.transfer.base import Peer, Region, Write, WriteState, check_source
 from kvstore.transfer.gate import Gate
 from kvstore.transfer.options import TransportOptions
@@ -65,7 +65,7 @@ class LocalChannel:
     def submit(self, writes: Sequence[Write]) -> list[int]:
         listener = _listeners.get(self._segment)
         if self._closed or listener is None:
-            raise TransferError(f"{self._segment} is closed")
+            raise SubmitFailed(f"{self._segment} is closed")
         check_source(self._region, writes)
         ids = []
         for write in writes:

@@ -7,6 +7,7 @@ Writer (prefill)                                Reader (decode)
     Resend       bad extents, once                  Revoke        the ticket is over      ─► TicketClosed
     CloseSource  the prompt's blocks are released
              ─► Pushed | PushFailed
+    TransfersFailed: what failed on the way, by stage
 
 Both: Fence(peer) closes the peer's channel and listener ─► Fenced. Progress comes on a socket of its own, straight
 from the engine (`kvstore.transfer.progress`), so that a layer is on the wire while the next one computes.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvstore.errors import FailureKind
 from kvstore.wire import Codec
 
 START_S = 30.0
@@ -27,7 +29,8 @@ class Start:
     """First message: the memory (a memfd passed to the process), its geometry and the transport."""
 
     geometry: dict[str, object]  # KVGeometry.to_dict()
-    transport: str  # mooncake | tcp | local | module:Class
+    transport: str  # see kvstore.transfer.options.load_transport
+    allow_fallback: bool = False
     protocol: str
     device: str
     host: str  # address that listeners bind and segments name
@@ -46,6 +49,7 @@ class Started:
     pid: int
     transport: str
     note: str = ""
+    spares: tuple[str, ...] = ()  # run beside it, for peers that do not have it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +131,8 @@ class Pushed:
     extents: tuple[Extent, ...]  # all of them after the first push, the bad ones after Resend
     num_bytes: int
     layers: tuple[LayerTrace, ...]
+    submit_s: float = 0.0  # CPU time of handing the writes to the transport
+    digest_s: float = 0.0  # CPU time of hashing our memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +141,18 @@ class PushFailed:
 
     ticket_id: str
     message: str
+    kind: str = FailureKind.COMPLETION  # of what happened last
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransfersFailed:
+    """Something went wrong between here and a peer, whatever came of it afterwards; for counting."""
+
+    worker_id: str
+    epoch: str
+    kind: str  # kvstore.errors.FailureKind
+    count: int
+    message: str = ""  # of the last one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +172,7 @@ class TicketClosed:
 class OpenListener:
     worker_id: str
     epoch: str
+    transport: str = ""  # one of those that run here; empty: the first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,6 +231,7 @@ class Fenced:
 CODEC = Codec(
     (
         Start, Started, StartFailed, OpenSource, OpenTicket, CloseTicket, CloseSource, Extent, Resend, LayerTrace,
-        Pushed, PushFailed, TicketClosed, OpenListener, ListenerReady, Allow, Revoke, Verify, Verified, Fence, Fenced,
+        TransfersFailed, Pushed, PushFailed, TicketClosed, OpenListener, ListenerReady, Allow, Revoke, Verify, Verified,
+        Fence, Fenced,
     )
 )  # fmt: skip

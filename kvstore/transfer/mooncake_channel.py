@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
-from kvstore.errors import TransferError
+from kvstore.errors import SubmitFailed, TransferError
 from kvstore.transfer import guard
 from kvstore.transfer.base import Region, Write, WriteState, check_source
 from kvstore.transfer.mooncake_engine import GuardedEngine
@@ -41,7 +41,7 @@ class MooncakeChannel:
         self._ports: set[int] = set()
         self._ids = itertools.count(1)
         self._transfers: dict[int, int] = {}  # our id: Mooncake's, while it is pending
-        self._failed: set[int] = set()
+        self._refused: set[int] = set()  # ours; they never got a number of Mooncake's
         self._asked: dict[str, bool] = {}  # tickets that the reader was asked about
         self._talking = threading.Lock()  # a question and its answer
         self._is_closing = False
@@ -100,7 +100,7 @@ class MooncakeChannel:
         allowed = {ticket: self._is_allowed(ticket) for ticket in {w.ticket_id for w in writes}}
         if not self._transfers:
             self._progress_s = time.monotonic()
-        return [self._start(write) if allowed[write.ticket_id] else self._fail() for write in writes]
+        return [self._start(write) if allowed[write.ticket_id] else self._refuse() for write in writes]
 
     def _start(self, write: Write) -> int:
         source, target = self._region.address + write.source_offset, self._memory + write.target_offset
@@ -109,31 +109,34 @@ class MooncakeChannel:
             with contextlib.suppress(TransferError):  # closed meanwhile
                 transfer = self._engine.submit_write(self._target, source, target, write.num_bytes)
         if not transfer:
-            return self._fail()
+            return self._refuse()
         number = next(self._ids)
         self._transfers[number] = transfer
         return number
 
-    def _fail(self) -> int:
+    def _refuse(self) -> int:
         number = next(self._ids)
-        self._failed.add(number)
+        self._refused.add(number)
         return number
 
     def _is_allowed(self, ticket_id: str) -> bool:
         """The reader's word on a ticket; asked once, since it fences this channel before it takes it back."""
         with self._talking:
             if self._is_closing:
-                raise TransferError("the channel is closed")
+                raise SubmitFailed("the channel is closed")
             if ticket_id not in self._asked:
-                self._talk.send({"ticket": ticket_id})
-                self._asked[ticket_id] = self._talk.receive(ANSWER_S).get("allowed") is True
+                try:
+                    self._talk.send({"ticket": ticket_id})
+                    self._asked[ticket_id] = self._talk.receive(ANSWER_S).get("allowed") is True
+                except TransferError as exc:
+                    raise SubmitFailed(f"the reader does not say whether it takes the ticket: {exc}") from None
             return self._asked[ticket_id]
 
     def poll(self, ids: Sequence[int]) -> Mapping[int, WriteState]:
         states = dict.fromkeys(ids, WriteState.PENDING)
-        for i in self._failed.intersection(ids):
-            states[i] = WriteState.FAILED
-            self._failed.discard(i)
+        for i in self._refused.intersection(ids):
+            states[i] = WriteState.REFUSED
+            self._refused.discard(i)
         with contextlib.suppress(TransferError):  # closed meanwhile: whoever closed it knows
             self._poll_engine(ids, states)
         return states

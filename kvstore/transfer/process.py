@@ -31,9 +31,10 @@ from kvstore.process import ChildChannel, die_with_parent
 from kvstore.transfer import messages as m
 from kvstore.transfer.base import ChannelStuck, Peer, Region
 from kvstore.transfer.chatter import divert_stderr
-from kvstore.transfer.options import TransportOptions, load_transport
+from kvstore.transfer.options import TransportOptions, load_spares, load_transport
 from kvstore.transfer.progress import MAX_MESSAGE_BYTES, decode
 from kvstore.transfer.reader import ListenerFenced, ListenerStuck, Reader, ReaderEvent, Reply
+from kvstore.transfer.several import Several
 from kvstore.transfer.writer import Writer, WriterEvent
 
 EXIT_STUCK = 70
@@ -95,7 +96,9 @@ class TransferProcess:
         )
         self._channel = channel
         self._mailbox = Mailbox()
-        self._transport, self.note = load_transport(start.transport, options)
+        name, lax = start.transport, start.allow_fallback
+        chosen, self.note = load_transport(name, options, allow_fallback=lax)
+        self._transport = Several([chosen, *load_spares(name, chosen.name, options, allow_fallback=lax)])
         view = memoryview(memory)
         region = Region(ctypes.addressof(ctypes.c_char.from_buffer(memory)), len(view))
         self._writer = Writer(self._transport, region, view, start, channel.send, self._mailbox.put)
@@ -110,8 +113,8 @@ class TransferProcess:
             self._poll.register(self._progress.fileno(), select.POLLIN)
 
     @property
-    def transport_name(self) -> str:
-        return self._transport.name
+    def transport_names(self) -> tuple[str, ...]:
+        return self._transport.names
 
     def run(self) -> None:
         while True:
@@ -202,7 +205,8 @@ def main(argv: list[str]) -> int:
             return EXIT_START_FAILED
         num_bytes = KVGeometry.from_dict(first[0].geometry).total_bytes
         process = TransferProcess(channel, progress_fd, first[0], mmap.mmap(memory_fd, num_bytes))
-        channel.send(m.Started(pid=os.getpid(), transport=process.transport_name, note=process.note))
+        name, *spares = process.transport_names
+        channel.send(m.Started(pid=os.getpid(), transport=name, spares=tuple(spares), note=process.note))
         for message in first[1:]:
             process.on_message(message, time.monotonic())
         process.run()

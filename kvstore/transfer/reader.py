@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from kvstore.errors import KVError
 from kvstore.geometry import KVGeometry
 from kvstore.transfer import messages as m
-from kvstore.transfer.base import Listener, Peer, Region, Transport
+from kvstore.transfer.base import Listener, Peer, Region
 from kvstore.transfer.digest import find_bad
+from kvstore.transfer.several import Several
 
 log = logging.getLogger("pdray.transfer")
 
@@ -52,8 +53,9 @@ PeerMessage = m.OpenListener | m.Allow | m.Revoke | m.Fence
 class Port:
     """One peer's listener and the tickets that may land through it, handled in one thread."""
 
-    def __init__(self, transport: Transport, region: Region, peer: Peer, report: Callable[[ReaderEvent], None]) -> None:
-        self._transport = transport
+    def __init__(self, transports: Several, region: Region, peer: Peer, report: Callable[[ReaderEvent], None]) -> None:
+        self._transports = transports
+        self._name = ""  # of the transport that it listens with; empty: the first
         self._region = region
         self._peer = peer
         self._report = report
@@ -74,7 +76,7 @@ class Port:
             try:
                 match message:
                     case m.OpenListener():
-                        self._open()
+                        self._open(message.transport)
                     case m.Allow():
                         self._allow(message.ticket_id)
                     case m.Revoke():
@@ -87,16 +89,19 @@ class Port:
             if isinstance(message, m.Fence) and message.forget:
                 return
 
-    def _open(self) -> None:
+    def _open(self, name: str) -> None:
         segment, error = "", ""
         try:
             if self._listener is None:
-                self._listener = self._transport.listen(self._region, self._peer)
+                self._name, self._listener = name, self._listen(name)
             segment = self._listener.segment
         except (KVError, OSError) as exc:
             error = str(exc)
         worker_id, epoch = self._peer.worker_id, self._peer.epoch
         self._report(Reply(m.ListenerReady(worker_id=worker_id, epoch=epoch, segment=segment, error=error)))
+
+    def _listen(self, name: str) -> Listener:
+        return self._transports.named(name).listen(self._region, self._peer)
 
     def _allow(self, ticket_id: str) -> None:
         self._tickets.add(ticket_id)
@@ -120,7 +125,7 @@ class Port:
 
     def _open_again(self) -> str:
         try:
-            self._listener = self._transport.listen(self._region, self._peer)
+            self._listener = self._listen(self._name)
         except (KVError, OSError) as exc:
             log.warning("no listener for %s after its fence: %s", self._peer.worker_id, exc)
             return ""
@@ -134,13 +139,13 @@ class Reader:
 
     def __init__(
         self,
-        transport: Transport,
+        transports: Several,
         region: Region,
         memory: memoryview,
         start: m.Start,
         report: Callable[[ReaderEvent], None],
     ) -> None:
-        self._transport = transport
+        self._transports = transports
         self._region = region
         self._memory = memory
         self._geometry = KVGeometry.from_dict(start.geometry)
@@ -180,7 +185,7 @@ class Reader:
     def _port(self, peer: Peer) -> Port:
         port = self._ports.get(peer)
         if port is None:
-            port = self._ports[peer] = Port(self._transport, self._region, peer, self._report)
+            port = self._ports[peer] = Port(self._transports, self._region, peer, self._report)
             port.start()
         return port
 

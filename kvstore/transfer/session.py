@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from kvstore.errors import GeometryMismatch
+from kvstore.errors import FailureKind, GeometryMismatch
 from kvstore.geometry import KVGeometry
 from kvstore.transfer import messages as m
 from kvstore.transfer.base import Peer, WriteState
@@ -81,7 +81,7 @@ class WriterSession:
             target = KVGeometry.from_dict(message.geometry)
             plan = make_plan(self._geometry, target, source.block_ids, message.block_ids)
         except (GeometryMismatch, KeyError, TypeError, ValueError) as exc:
-            self._tell(m.PushFailed(ticket_id=message.ticket_id, message=str(exc)))
+            self._tell(m.PushFailed(ticket_id=message.ticket_id, message=str(exc), kind=FailureKind.PLAN))
             return
         ticket = Ticket(message.ticket_id, peer, source, plan, message.block_ids, message.skip_blocks)
         self._tickets[ticket.ticket_id] = ticket
@@ -101,14 +101,14 @@ class WriterSession:
         """Push the runs with these extents again, freshly hashed. The ticket fails where it has no such run."""
         ticket = self._tickets.get(message.ticket_id)
         if ticket is None or ticket.state is not TicketState.PUSHED:
-            self._tell(m.PushFailed(ticket_id=message.ticket_id, message="only a pushed ticket can be sent again"))
+            reason = "only a pushed ticket can be sent again"
+            self._tell(m.PushFailed(ticket_id=message.ticket_id, message=reason, kind=FailureKind.PLAN))
             return
         wanted = {(e.layer, e.block, e.count) for e in message.extents}
         again = [i for i in ticket.items if (i.run.layer, i.run.target_block, i.run.count) in wanted]
         if not again or len(again) < len(wanted):
-            self._fail(
-                ticket, f"{len(wanted) - len(again)} of {len(wanted)} extents to send again are not of this ticket"
-            )
+            ticket.last_failure = FailureKind.PLAN
+            self._fail(ticket, f"{len(wanted) - len(again)} of {len(wanted)} extents are not of this ticket")
             return
         ticket.advance(TicketState.RESENDING)
         ticket.resent = again
@@ -161,6 +161,7 @@ class WriterSession:
             return
         queue.link = Link.NONE
         for ticket in [t for t in queue.tickets.values() if t.state in SENDING]:
+            ticket.last_failure = FailureKind.CONNECT
             self._fail(ticket, reason)
 
     def on_results(self, peer: Peer, states: Mapping[int, WriteState], now_s: float) -> None:
@@ -172,7 +173,8 @@ class WriterSession:
             item = queue.on_wire.pop(number, None)
             if item is None:
                 continue
-            if state is WriteState.FAILED:
+            if state.failure is not None:
+                item.ticket.last_failure = state.failure
                 queue.failed.append(item)
                 failed.add(item.ticket)
                 continue
@@ -268,16 +270,8 @@ class WriterSession:
 
     def _finish_if_complete(self, ticket: Ticket) -> None:
         if ticket.state in SENDING and ticket.is_complete:
-            told = ticket.items if ticket.resent is None else ticket.resent
             ticket.advance(TicketState.PUSHED)
-            self._tell(
-                m.Pushed(
-                    ticket_id=ticket.ticket_id,
-                    extents=tuple(i.extent for i in told),
-                    num_bytes=ticket.num_bytes,
-                    layers=tuple(ticket.traces.values()),
-                )
-            )
+            self._tell(ticket.pushed())
 
     def _start_fence(self, queue: PeerQueue) -> None:
         if queue.link in (Link.OPEN, Link.CONNECTING):
@@ -297,7 +291,7 @@ class WriterSession:
     def _fail(self, ticket: Ticket, reason: str) -> None:
         self._peers[ticket.peer].drop_waiting(ticket)
         ticket.advance(TicketState.FAILED)
-        self._tell(m.PushFailed(ticket_id=ticket.ticket_id, message=reason))
+        self._tell(m.PushFailed(ticket_id=ticket.ticket_id, message=reason, kind=ticket.last_failure))
 
     def _close(self, ticket: Ticket, now_s: float) -> None:
         self._peers[ticket.peer].drop_waiting(ticket)

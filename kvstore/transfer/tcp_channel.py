@@ -9,7 +9,7 @@ import struct
 import threading
 from collections.abc import Mapping, Sequence
 
-from kvstore.errors import TransferError
+from kvstore.errors import SubmitFailed, TransferError
 from kvstore.transfer import frames
 from kvstore.transfer.base import ChannelStuck, Region, Write, WriteState, check_source
 
@@ -44,7 +44,7 @@ class TcpChannel:
         ids: list[int] = []
         with self._inside:
             if self._is_broken or self._is_closing:
-                raise TransferError("the connection to the reader is closed")
+                raise SubmitFailed("the connection to the reader is closed")
             for write in writes:
                 self._sequence += 1
                 ids.append(self._sequence)

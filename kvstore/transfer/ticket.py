@@ -16,8 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from kvstore.errors import FailureKind
 from kvstore.transfer.base import Peer, Write
-from kvstore.transfer.messages import Extent, LayerTrace
+from kvstore.transfer.messages import Extent, LayerTrace, Pushed
 from kvstore.transfer.plan import Plan, Run
 from kvstore.transfer.source import Piece, Source
 
@@ -80,6 +81,9 @@ class Ticket:
     on_wire: int = 0
     num_bytes: int = 0
     failures: int = 0
+    submit_s: float = 0.0
+    digest_s: float = 0.0
+    last_failure: FailureKind = FailureKind.COMPLETION
     is_confirmed: bool = True  # no write of a closed channel may still land
     deadline_s: float = 0.0  # while CLOSING: fence the peer then
     resent: list[Item] | None = None
@@ -96,6 +100,18 @@ class Ticket:
     def is_complete(self) -> bool:
         """Every block of every layer is computed, in the reader's memory and hashed."""
         return not (self.unplanned_blocks or self.undone or self.unhashed)
+
+    def pushed(self) -> Pushed:
+        """What the service process is told: of a first push all extents, else those that went again."""
+        told = self.items if self.resent is None else self.resent
+        return Pushed(
+            ticket_id=self.ticket_id,
+            extents=tuple(item.extent for item in told),
+            num_bytes=self.num_bytes,
+            layers=tuple(self.traces.values()),
+            submit_s=self.submit_s,
+            digest_s=self.digest_s,
+        )
 
     def window(self, piece: Piece) -> tuple[int, int]:
         """(first, count) of those blocks of a piece that the reader needs."""

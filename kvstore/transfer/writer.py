@@ -10,11 +10,13 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from kvstore.errors import KVError, TransferError
+from kvstore.errors import FailureKind, KVError, TransferError
 from kvstore.geometry import KVGeometry
 from kvstore.transfer import messages as m
 from kvstore.transfer.base import Channel, ChannelStuck, Peer, Region, Transport, WriteState
@@ -82,6 +84,7 @@ class Lane:
         self._commands: queue.SimpleQueue[tuple[Item, ...] | None] = queue.SimpleQueue()
         self._channel: Channel | None = None
         self._connected = threading.Event()  # or failed to
+        self.is_closing = False  # what fails from then on is no news
         self._thread = threading.Thread(target=self._run, name=f"lane-{peer.worker_id}", daemon=True)
 
     def start(self) -> None:
@@ -92,6 +95,7 @@ class Lane:
 
     def close(self) -> None:
         """Fence, in a thread of its own; reports Closed or Stuck, and nothing after it."""
+        self.is_closing = True
         threading.Thread(target=self._close, name=f"fence-{self._peer.worker_id}", daemon=True).start()
 
     def _close(self) -> None:
@@ -143,13 +147,18 @@ class Lane:
                 interval_s = _POLL_MIN_S
 
     def _start(self, channel: Channel, items: tuple[Item, ...], pending: dict[int, int]) -> None:
+        begun_s = time.thread_time()
         try:
             ids = channel.submit([item.write for item in items])
         except TransferError as exc:
-            log.warning("writes to %s could not be started: %s", self._peer.worker_id, exc)
-            self._report(Results(self._peer, {item.number: WriteState.FAILED for item in items}))
+            if not self.is_closing:
+                log.warning("writes to %s could not be started: %s", self._peer.worker_id, exc)
+            self._report(Results(self._peer, {item.number: WriteState.REFUSED for item in items}))
         else:
             pending.update(zip(ids, (item.number for item in items), strict=True))
+        share_s = (time.thread_time() - begun_s) / len(items)
+        for item in items:
+            item.ticket.submit_s += share_s
 
 
 class Writer:
@@ -206,16 +215,27 @@ class Writer:
             case Connected():
                 self.session.on_connected(event.peer)
             case ConnectFailed():
+                self._count(event.peer, FailureKind.CONNECT, 1, event.reason)
                 self.session.on_connect_failed(event.peer, event.reason)
             case Results():
+                for kind, count in Counter(s.failure for s in event.states.values() if s.failure).items():
+                    self._count(event.peer, kind, count)
                 self.session.on_results(event.peer, event.states, now_s)
             case Closed():
+                if not event.is_confirmed:
+                    self._count(event.peer, FailureKind.CLOSE, 1)
                 del self._lanes[event.peer]
                 self.session.on_closed(event.peer, event.is_confirmed)
             case Hashed():
                 self.session.on_hashed(event.results)
             case Stuck():
                 raise ChannelStuck(f"{event.peer.worker_id}: {event.reason}")
+
+    def _count(self, peer: Peer, kind: FailureKind, count: int, reason: str = "") -> None:
+        lane = self._lanes.get(peer)
+        if kind is FailureKind.CLOSE or (lane is not None and not lane.is_closing):
+            told = m.TransfersFailed(worker_id=peer.worker_id, epoch=peer.epoch, kind=kind, count=count, message=reason)
+            self._tell(told)
 
     def act(self, now_s: float) -> list[Peer]:
         """Do what the session decided; returns the peers whose fence is over."""
@@ -240,5 +260,7 @@ class Writer:
         return fenced
 
     def _hash(self, items: tuple[Item, ...]) -> None:
+        begun_s = time.thread_time()
         results = [(i, digest_bytes(self._memory, i.write.source_offset, i.write.num_bytes)) for i in items]
+        items[0].ticket.digest_s += time.thread_time() - begun_s  # all of one ticket
         self._report(Hashed(tuple(results)))

@@ -60,12 +60,13 @@ class Worker:
     def __init__(self, worker_id: str, scenario: Scenario) -> None:
         self.worker_id = worker_id
         self._scenario = scenario
-        self._fd = os.memfd_create(worker_id)
-        os.ftruncate(self._fd, scenario.geometry.total_bytes)
+        self.fd = os.memfd_create(worker_id)
+        os.ftruncate(self.fd, scenario.geometry.total_bytes)
         self.client = TransferClient()
         self._inbox: asyncio.Queue[Any] = asyncio.Queue()
         engine_end, self._process_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.progress = ProgressSender(engine_end.detach())
+        self.progress_fd = engine_end.detach()
+        self.progress = ProgressSender(self.progress_fd)
 
     async def start(self, layerwise: bool) -> m.Started:
         env: dict[str, str] = {}
@@ -84,7 +85,7 @@ class Worker:
             throttle_bytes_per_s=self._scenario.mbytes_per_s * 1_000_000,
         )
         return await self.client.start(
-            self._fd, self._process_end.fileno(), start, self._inbox.put_nowait, lambda _code: None, env
+            self.fd, self._process_end.fileno(), start, self._inbox.put_nowait, lambda _code: None, env
         )
 
     async def answer(self) -> Any:
@@ -93,7 +94,7 @@ class Worker:
     async def stop(self) -> None:
         await self.client.stop()
         self._process_end.close()
-        os.close(self._fd)
+        os.close(self.fd)
 
 
 async def compute(scenario: Scenario, writer: Worker, seq_id: str, first_step: int) -> float:
@@ -146,24 +147,24 @@ class Mode:
     def __init__(self, scenario: Scenario, layerwise: bool) -> None:
         self._scenario = scenario
         self._layerwise = layerwise
-        self._writer, self._reader = Worker("P", scenario), Worker("D", scenario)
-        self._segment = ""
+        self.writer, self.reader = Worker("P", scenario), Worker("D", scenario)
+        self.segment = ""
         self.transport = ""
         self.rounds: list[Round] = []
 
     async def start(self) -> None:
-        started, _ = await asyncio.gather(self._writer.start(self._layerwise), self._reader.start(self._layerwise))
+        started, _ = await asyncio.gather(self.writer.start(self._layerwise), self.reader.start(self._layerwise))
         self.transport = started.transport
-        self._reader.client.send(m.OpenListener(worker_id="P", epoch="1"))
-        self._segment = (await self._reader.answer()).segment
+        self.reader.client.send(m.OpenListener(worker_id="P", epoch="1"))
+        self.segment = (await self.reader.answer()).segment
 
     async def run(self, number: int, *, counts: bool) -> None:
-        result = await hand_off(self._scenario, self._writer, self._reader, self._segment, number)
+        result = await hand_off(self._scenario, self.writer, self.reader, self.segment, number)
         if counts:
             self.rounds.append(result)
 
     async def stop(self) -> None:
-        await asyncio.gather(self._writer.stop(), self._reader.stop())
+        await asyncio.gather(self.writer.stop(), self.reader.stop())
 
     def summary(self) -> dict[str, float]:
         def median(values: list[float]) -> float:

@@ -17,38 +17,35 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvstore.transfer import messages as t
-from services.decode.inbound import Inbound, check_fingerprint, stage_times
+from services.decode.times import stage_times
 from services.decode.verify import verify
-from services.decode.writers import SWEEP_S, Writers
 from services.engine import messages as m
 from services.protocol.errors import ErrorCode, RequestError
 from services.protocol.handoff import OPEN_STATES, HandoffState
 from services.protocol.proto import worker_pb2
 from services.worker.core import WorkerCore
+from services.worker.handoff.both import HandoffRole
+from services.worker.handoff.inbound import Inbound, check_fingerprint
 from services.worker.live import LiveRequest
-from services.worker.role import Role
 from services.worker.translate import from_logprobs, to_sequence
 
 _log = logging.getLogger("pdray.decode")
 
 
-class Reader(Role):
+class Reader(HandoffRole):
     """Role `decode`, and with ``takes_prompts`` role `mixed`."""
 
     def __init__(self, core: WorkerCore, *, takes_prompts: bool) -> None:
         self.name = "mixed" if takes_prompts else "decode"
-        self._core = core
+        super().__init__(core)
         self._takes_prompts = takes_prompts
-        self._tickets: dict[str, Inbound] = {}  # open and committed ones, while their request lives
+        self._tickets, self._writers = self._inbox.tickets, self._inbox.writers
         self._by_sequence: dict[str, Inbound] = {}
-        self._writers = Writers(core, self._end_silently)
-        self._closed: dict[str, float] = {}  # tombstones: ticket id -> when it may be forgotten
-        self._sweeper: asyncio.Task[None] | None = None
 
     # --- from routers ---
 
     async def submit(self, live: LiveRequest, reader: worker_pb2.Reader | None) -> None:
-        if not self._takes_prompts:
+        if not self._takes_prompts and not live.computes_here:
             raise self._refuse("take prompts from the router")
         if reader is not None:
             raise self._refuse("hand KV to others")
@@ -71,9 +68,7 @@ class Reader(Role):
     async def reserve(self, request: worker_pb2.ReserveRequest) -> worker_pb2.Grant:
         """Hold blocks as soon as there are any; the caller's deadline and cancellation end the wait."""
         inbound = self._admit(request)
-        if self._sweeper is None:
-            self._sweeper = self._core.spawn(self._sweep(), "leases")
-        opened = self._writers.add(inbound)
+        opened = self._inbox.open(inbound)
         self._core.send_engine(
             m.ReserveSequence(sequence=to_sequence(inbound.live, hand_off=False, tells_prompt=False))
         )
@@ -101,6 +96,8 @@ class Reader(Role):
             return worker_pb2.CommitReply(state="revoked", reason="the ticket is not open here")
         if inbound.state is HandoffState.COMMITTED:
             return worker_pb2.CommitReply(state="committed")
+        if inbound.state is HandoffState.REQUESTED:
+            return worker_pb2.CommitReply(state="revoked", reason="the ticket has no blocks here")
         if inbound.commit is None:
             inbound.commit = asyncio.create_task(self._commit(inbound, request), name="commit")
         task = inbound.commit
@@ -112,7 +109,7 @@ class Reader(Role):
 
     async def close_ticket(self, request: worker_pb2.CloseTicketRequest) -> None:
         """The writer is done with a ticket; one that was never seen leaves a tombstone."""
-        self._closed[request.ticket_id] = self._core.clock() + self._core.config.budget.first_token_s
+        self._inbox.bury(request.ticket_id)
         inbound = self._tickets.get(request.ticket_id)
         if inbound is not None and inbound.state in OPEN_STATES:
             self._core.requests.close(inbound.live.seq_id)
@@ -123,16 +120,11 @@ class Reader(Role):
         else:
             self._writers.cannot_vouch(request.ticket_id, writer_says=True)
 
-    def lease(self, request: worker_pb2.LeaseRequest) -> worker_pb2.LeaseReply:
-        """Renews the writer's lease; a ticket that two lists in a row leave out is over, and fenced by the writer."""
-        self._writers.renew(request)
-        unknown = [x for x in request.ticket_ids if x not in self._tickets or self._tickets[x].state not in _KNOWN]
-        return worker_pb2.LeaseReply(reader_epoch=self._core.registration.epoch, unknown_ticket_ids=unknown)
-
     # --- from the children ---
 
     def on_engine(self, message: Any) -> None:
         if not isinstance(message, m.Reserved | m.ReserveRefused):
+            super().on_engine(message)
             return
         inbound = self._by_sequence.get(message.seq_id)
         if inbound is None or inbound.reserved.done():
@@ -153,28 +145,6 @@ class Reader(Role):
         self._forget(inbound)
         return True
 
-    def on_transfer(self, message: Any) -> None:
-        if isinstance(message, t.ListenerReady):
-            self._writers.on_listener(message)
-        elif isinstance(message, t.Verified):
-            inbound = self._tickets.get(message.ticket_id)
-            if inbound is not None and inbound.verified is not None and not inbound.verified.done():
-                inbound.verified.set_result(message)
-        elif isinstance(message, t.TicketClosed):
-            if message.fenced:
-                self._writers.vouch(message.ticket_id)
-            else:
-                self._writers.cannot_vouch(message.ticket_id, writer_says=False)
-        elif isinstance(message, t.Fenced):
-            self._writers.on_fenced((message.worker_id, message.epoch))
-
-    def on_transfer_lost(self) -> None:
-        self._writers.lose_all("the transfer process ended")
-
-    async def stop(self) -> None:
-        if self._sweeper is not None:
-            self._sweeper.cancel()
-
     # --- reserve ---
 
     def _admit(self, request: worker_pb2.ReserveRequest) -> Inbound:
@@ -187,19 +157,14 @@ class Reader(Role):
                 f"this worker restarted: epoch {core.registration.epoch}, not {request.reader_epoch}",
             )
         check_fingerprint(core.registration.fingerprint, request.fingerprint)
-        self._writers.check_open((request.writer_id, request.writer_epoch))
-        if request.transport != core.registration.transport:
-            raise RequestError(
-                ErrorCode.INCOMPATIBLE_WORKERS,
-                f"prefill and decode worker differ in transport: {request.transport!r} there, "
-                f"{core.registration.transport!r} here",
-            )
-        if request.ticket_id in self._closed or request.ticket_id in self._tickets:
-            raise RequestError(ErrorCode.STALE, f"ticket {request.ticket_id} is closed or open already")
+        writer = (request.writer_id, request.writer_epoch)
+        self._writers.check_open(writer)
+        transport = core.choose_transport(request.transport, request.spare_transports)
+        self._inbox.check_new(request.ticket_id)
         core.check_fits(request.request)
         live = core.requests.open(request.request)
-        inbound = Inbound(core, live, request.ticket_id, (request.writer_id, request.writer_epoch))
-        self._tickets[inbound.ticket_id] = self._by_sequence[live.seq_id] = inbound
+        inbound = self._by_sequence[live.seq_id] = Inbound(core, live, request.ticket_id, writer, self._end_silently)
+        inbound.last_list, inbound.transport = request.last_list, transport
         core.emit_event(live, "requested", side="reader", ticket=inbound.ticket_id)
         return inbound
 
@@ -207,16 +172,13 @@ class Reader(Role):
         if not listener.segment:
             raise RequestError(ErrorCode.TRANSFER_FAILED, f"the reader's memory cannot be opened: {listener.error}")
         inbound.block_ids, inbound.cached_blocks = reserved.block_ids, reserved.cached_blocks
-        inbound.move(HandoffState.GRANTED, skip_blocks=reserved.cached_blocks)
-        self._core.send_transfer(
-            t.Allow(ticket_id=inbound.ticket_id, worker_id=inbound.writer[0], epoch=inbound.writer[1])
-        )
-        inbound.move(HandoffState.RECEIVING)
+        self._inbox.allow(inbound)
         return worker_pb2.Grant(
             ticket_id=inbound.ticket_id,
             block_ids=reserved.block_ids,
             cached_blocks=reserved.cached_blocks,
             segment=listener.segment,
+            transport=inbound.transport,
             lease_ms=self._core.config.transfer.lease_ms,
             geometry_json=json.dumps(self._core.geometry.to_dict()),
         )
@@ -238,15 +200,11 @@ class Reader(Role):
             self._end_silently(inbound, bad, False)
             return worker_pb2.CommitReply(state="revoked", reason=bad)
         if bad:
-            inbound.resent = True
+            inbound.resent, inbound.bad = True, frozenset((e.layer, e.block, e.count) for e in bad)
             inbound.move(HandoffState.RECEIVING, bad_extents=len(bad))
             return worker_pb2.CommitReply(state="bad_extents", bad=bad)
-        inbound.move(HandoffState.COMMITTED)
+        self._inbox.keep(inbound)
         inbound.live.started_s = self._core.clock()
-        self._writers.remove(inbound)
-        self._core.send_transfer(
-            t.Revoke(ticket_id=inbound.ticket_id, worker_id=inbound.writer[0], epoch=inbound.writer[1])
-        )
         await self._start(inbound.live, request.first_tokens)
         return worker_pb2.CommitReply(state="committed")
 
@@ -277,32 +235,15 @@ class Reader(Role):
         if inbound.state not in OPEN_STATES:
             return
         fenced = fenced or inbound.state is HandoffState.REQUESTED
-        inbound.move(HandoffState.REVOKED, reason=reason)
-        self._tickets.pop(inbound.ticket_id, None)
-        self._closed[inbound.ticket_id] = self._core.clock() + self._core.config.budget.first_token_s
         if not inbound.reserved.done():
             inbound.reserved.set_exception(RequestError(ErrorCode.STALE, reason))
             inbound.reserved.exception()  # whoever waits has it; nobody may be left to
-        self._writers.remove(inbound)
+        if not fenced:
+            self._quarantines.hold(inbound.live.seq_id)
         self._core.send_engine(m.AbortSequence(seq_id=inbound.live.seq_id, quarantine=not fenced))
-        if fenced:
-            inbound.move(HandoffState.FREE)
-            return
-        inbound.move(HandoffState.QUARANTINED)
-        self._writers.quarantine(inbound)
+        self._inbox.revoke(inbound, reason, fenced)
 
     def _forget(self, inbound: Inbound | None) -> None:
         if inbound is not None:
             self._tickets.pop(inbound.ticket_id, None)
             self._by_sequence.pop(inbound.live.seq_id, None)
-
-    async def _sweep(self) -> None:
-        while True:
-            await asyncio.sleep(SWEEP_S)
-            now = self._core.clock()
-            for ticket_id in [k for k, until in self._closed.items() if until < now]:
-                del self._closed[ticket_id]
-            self._writers.sweep()
-
-
-_KNOWN = OPEN_STATES | {HandoffState.COMMITTED}

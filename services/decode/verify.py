@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Sequence
 
-from kvstore.transfer import messages as t
-from services.decode.inbound import Inbound, check_coverage
 from services.protocol.proto import worker_pb2
 from services.worker.core import WorkerCore
+from services.worker.handoff.inbound import Inbound, check_coverage
+from services.worker.handoff.verify import find_bad
 
 
 async def verify(
     core: WorkerCore, inbound: Inbound, request: worker_pb2.CommitRequest
-) -> list[worker_pb2.Extent] | str:
+) -> Sequence[worker_pb2.Extent] | str:
     """Extents whose bytes are not what the writer sent; text where the commit itself is wrong."""
     if not request.first_tokens:
         return "the commit brings no first token"
@@ -20,15 +20,12 @@ async def verify(
         expected = inbound.block_ids[inbound.cached_blocks :]
         if wrong := check_coverage(core.geometry, expected, request.extents):
             return f"the commit does not cover the grant: {wrong}"
-    if not core.config.transfer.digests:
-        return []
-    inbound.verified = asyncio.get_running_loop().create_future()
-    extents = tuple(t.Extent(layer=e.layer, block=e.block, count=e.count, digest=e.digest) for e in request.extents)
-    core.send_transfer(t.Verify(ticket_id=inbound.ticket_id, extents=extents))
+    elif left_out := inbound.bad - {(e.layer, e.block, e.count) for e in request.extents}:
+        return f"the second commit leaves out {len(left_out)} of {len(inbound.bad)} extents that were bad"
     try:
-        verified = await asyncio.wait_for(inbound.verified, inbound.live.remaining_s(core.clock()))
+        bad = await find_bad(core, inbound, request.extents)
     except TimeoutError:
         return "the digests were not checked within the request's budget"
-    if verified.bad and inbound.resent:
-        return f"{len(verified.bad)} extents have a wrong digest after they were sent again"
-    return [worker_pb2.Extent(layer=e.layer, block=e.block, count=e.count, digest=e.digest) for e in verified.bad]
+    if bad and inbound.resent:
+        return f"{len(bad)} extents have a wrong digest after they were sent again"
+    return bad

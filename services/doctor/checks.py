@@ -51,7 +51,7 @@ class Check:
 def run_checks(config: ServeConfig) -> list[Check]:
     """All findings for this configuration on this machine, within about half a minute."""
     from services.doctor.stores import check_redis
-    from services.doctor.transport import check_mooncake, check_rdma
+    from services.doctor.transport import check_transports
 
     checks: list[Callable[[ServeConfig], Sequence[Check]]] = [
         check_platform,
@@ -63,8 +63,7 @@ def run_checks(config: ServeConfig) -> list[Check]:
         check_ports,
         check_model,
         check_libraries,
-        check_mooncake,
-        check_rdma,
+        check_transports,
         check_redis,
     ]
     return [finding for check in checks for finding in check(config)]
@@ -226,6 +225,7 @@ def check_libraries(config: ServeConfig) -> list[Check]:
     missing = this_system().missing_libraries
     if not missing:
         return [Check("libraries", "ok", f"{', '.join(MOONCAKE_LIBRARIES)} load")]
-    level: Level = "error" if config.transfer.transport == "mooncake" else "warning"
+    is_needed = config.transfer.wanted in ("mooncake", "rdma") and not config.transfer.allow_fallback
+    level: Level = "error" if is_needed else "warning"
     text = f"missing for Mooncake: {', '.join(missing)}; KV moves over tcp instead"
     return [Check("libraries", level, text, apt_command(missing))]

@@ -48,8 +48,16 @@ class Admission:
         return "watermark"
 
     def is_held_up(self, seq: Sequence) -> bool:
-        """Whether a hand-off has to wait for others to be fetched, however much room there is."""
-        return seq.hand_off and self._roster.held_blocks * 2 >= self._roster.limits.num_blocks
+        """Whether a hand-off has to wait for others to be fetched, however much room there is.
+
+        While any is held, those that are computed count too: so what readers do not fetch fills half of the pool, and
+        one prompt more at most.
+        """
+        roster = self._roster
+        if not seq.hand_off or not roster.held_blocks:
+            return False
+        coming = sum(len(s.block_ids) for s in (*roster.running.values(), *roster.loading.values()) if s.hand_off)
+        return (roster.held_blocks + coming) * 2 >= roster.limits.num_blocks
 
     def fits(self, seq: Sequence, spare: int = 0) -> bool:
         """Whether the pool takes all blocks that a queued sequence brings and one to grow, if it ever will, for each

@@ -15,6 +15,7 @@ from kvstore.errors import ConfigError
 from kvstore.geometry import KVGeometry
 from kvstore.pool import BlockPool
 from kvstore.tensors import KVMemory
+from kvstore.tier.registry import TierOptions, make_connector
 from kvstore.transfer.progress import ProgressSender
 from services.config import EngineConfig
 from services.engine.core import Engine
@@ -24,6 +25,8 @@ from services.engine.loader import load_model
 from services.engine.native.fused import FusedPath
 from services.engine.runner import Runner
 from services.engine.scheduler import Scheduler
+from services.engine.tiers import Tiers
+from services.tier_config import TierConfig
 
 
 def build_engine(send: Callable[[Any], None], memory_fd: int, progress_fd: int, config: dict[str, Any]) -> Engine:
@@ -64,7 +67,8 @@ def build_engine(send: Callable[[Any], None], memory_fd: int, progress_fd: int, 
     if isinstance(model.path, FusedPath):
         model.path.is_pinned = torch.get_num_threads() == len(os.sched_getaffinity(0))  # no other worker is here
     grammars = Grammars(model.card.tokenizer_path, limits.vocab_size, limits.eos_token_ids)
-    runner = Runner.over(model, KVMemory.attach(memory_fd, geometry), limits, grammars)
+    memory = KVMemory.attach(memory_fd, geometry)
+    runner = Runner.over(model, memory, limits, grammars)
     runner.warm_up()
     scheduler = Scheduler(
         BlockPool(limits.num_blocks, settings.prefix_cache == "hash", settings.eviction),
@@ -79,5 +83,24 @@ def build_engine(send: Callable[[Any], None], memory_fd: int, progress_fd: int, 
         send=send,
         clock=time.monotonic,
         progress=ProgressSender(progress_fd) if progress_fd >= 0 else None,
-        steps_kept=settings.steps_kept,
+        tiers=_tiers(scheduler, memory, TierConfig(**config["tier"]), model.card.model_fingerprint),
+    )
+
+
+def _tiers(scheduler: Scheduler, memory: KVMemory, config: TierConfig, fingerprint: str) -> Tiers:
+    if config.connector == "lmcache" and config.chunk_tokens % scheduler.limits.block_size:
+        raise ConfigError(
+            f"tier.chunk_tokens must be a multiple of engine.block_size ({scheduler.limits.block_size}), "
+            f"got {config.chunk_tokens}"
+        )
+    options = TierOptions(
+        host_bytes=config.host_bytes, chunk_tokens=config.chunk_tokens, model=fingerprint, extra=config.extra
+    )
+    return Tiers(
+        scheduler.roster.pool,
+        memory.geometry.groups[0].num_layers,
+        make_connector(config.connector, memory, options),
+        name=config.connector,
+        lookup_s=config.lookup_ms / 1e3,
+        load_s=config.load_ms / 1e3,
     )

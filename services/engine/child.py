@@ -23,14 +23,16 @@ from kvstore.geometry import KVGeometry
 from kvstore.process import ChildChannel, die_with_parent
 from services.config import ROLES, EngineConfig
 from services.engine.messages import CODEC, EngineReady, Stop
+from services.tier_config import DEFAULT_TIER, TierConfig
 
 log = logging.getLogger("pdray.engine")
 
 EXIT_REFUSED = 3
 """Exit code where the model or a setting was refused; the last line on stderr says why."""
-CHILD_ENV = {"GOMP_SPINCOUNT": "10000"}
+CHILD_ENV = {"GOMP_SPINCOUNT": "10000", "LMCACHE_TRACK_USAGE": "false"}
 """For the process's start: idle threads of torch spin for microseconds, not for ever. With more threads than free
-cores, endless spinning made a prefill of 200 tokens take 5 s instead of 0.5 s; on a free machine this costs nothing."""
+cores, endless spinning made a prefill of 200 tokens take 5 s instead of 0.5 s; on a free machine this costs nothing.
+LMCache, where it is the tier, reports to nobody."""
 _HANG_S = 3600.0
 
 
@@ -44,6 +46,7 @@ def child_config(
     geometry: KVGeometry,
     trust_remote_code: bool = False,
     hang_after_step: int | None = None,
+    tier: TierConfig = DEFAULT_TIER,
 ) -> str:
     """The argument CONFIG_JSON.
 
@@ -58,6 +61,7 @@ def child_config(
             "dtype": dtype,
             "max_model_len": max_model_len,
             "engine": asdict(engine),
+            "tier": asdict(tier),
             "geometry": geometry.to_dict(),
             "trust_remote_code": trust_remote_code,
             "hang_after_step": hang_after_step,

@@ -7,19 +7,20 @@ Everything here runs on one thread and never waits; `services.engine.child` give
 
 from __future__ import annotations
 
-import json
 import logging
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from kvstore.transfer.progress import Chunk
 from services.engine.compiling import POLL_S, Compiling, sequence_of
+from services.engine.loading import Loads
 from services.engine.messages import (
     AbortSequence,
     AddSequence,
     GetSteps,
+    Loaded,
+    PinBlocks,
     PrefillStarted,
     ReleaseSequence,
     Reserved,
@@ -33,15 +34,16 @@ from services.engine.messages import (
     TokenLogprobs,
     Unquarantine,
 )
+from services.engine.pins import Pins
 from services.engine.runner import Executed, Runner, Tally
 from services.engine.scheduler import Scheduler, Step
 from services.engine.sequence import Work
+from services.engine.step_log import StepLog
+from services.engine.tiers import Tiers
 from services.engine.waste import waste_of
 from services.protocol.errors import RequestError
 
 log = logging.getLogger("pdray.engine")
-
-_EWMA = 0.2  # weight of the newest step
 
 
 class Progress(Protocol):
@@ -69,7 +71,7 @@ class Engine:
         send: Callable[[Any], None],
         clock: Callable[[], float],
         progress: Progress | None = None,
-        steps_kept: int = 256,
+        tiers: Tiers | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
@@ -79,15 +81,16 @@ class Engine:
         self._clock = clock
         self._progress = progress
         self._compiling = Compiling(runner.grammars)
+        self._pins = Pins(scheduler.roster.pool)
+        self.tiers = tiers or Tiers(scheduler.roster.pool, num_layers=1)
+        self._loads = Loads(scheduler, self.tiers, send, clock)
         self._times: dict[str, _Times] = {}
         self._outputs: list[SequenceOutput] = []  # for the next StepDone
         self._changed = False  # since the last StepDone, in a way that its stats would show
         self._running_told = 0
         self._tokens_generated = 0
         self._bad_names = 0
-        self._prefill_rate = 0.0
-        self._decode_ms = 0.0
-        self._steps: deque[dict[str, Any]] = deque(maxlen=steps_kept)
+        self._log = StepLog(scheduler, scheduler.rules.steps_kept)
 
     def handle(self, message: Any) -> None:
         """Take in one message of the service process. What is wrong with a request ends that request."""
@@ -95,7 +98,7 @@ class Engine:
         now = self._clock()
         if isinstance(message, AddSequence | ReserveSequence):
             if not self._compiling.hold(message, now):
-                self._admit(message, now)
+                self._accept(message, now)
         elif isinstance(message, StartSequence):
             self._times[message.seq_id] = _Times(now)
             told = {(message.seq_id, choice): x for choice, x in message.first_logprobs}
@@ -104,21 +107,28 @@ class Engine:
         elif isinstance(message, AbortSequence) and message.choice is not None:
             self.scheduler.drop(message.seq_id, message.choice)
             self._emit([], message.seq_id)
-        elif isinstance(message, AbortSequence) and self._compiling.drop(message.seq_id):
+        elif isinstance(message, AbortSequence) and self._drop(message.seq_id):
             self._outputs.append(SequenceOutput(seq_id=message.seq_id, position=0, token_ids=(), finish_reason="abort"))
         elif isinstance(message, AbortSequence):
-            aborted = self.scheduler.abort(message.seq_id, quarantine=message.quarantine)
+            quarantine = self._loads.end(message.seq_id, message.quarantine)
+            aborted = self.scheduler.abort(message.seq_id, quarantine=quarantine)
             self._emit([] if aborted is None else [aborted], message.seq_id)
+        elif isinstance(message, PinBlocks):
+            self._send(self._pins.pin(message))
+        elif isinstance(message, ReleaseSequence) and self._pins.release(message.seq_id):
+            return
         elif isinstance(message, ReleaseSequence):
             self._times.pop(message.seq_id, None)
-            self._compiling.drop(message.seq_id)
-            self.scheduler.release(message.seq_id, quarantine=message.quarantine)
+            self._drop(message.seq_id)
+            quarantine = self._loads.end(message.seq_id, message.quarantine)
+            self.scheduler.release(message.seq_id, quarantine=quarantine)
         elif isinstance(message, Unquarantine):
-            self.scheduler.roster.pool.unquarantine(message.seq_id)
+            self._loads.unquarantine(message.seq_id)
+        elif isinstance(message, Loaded):
+            self._loads.answered(message)
         elif isinstance(message, GetSteps):
             self._changed = False
-            last = list(self._steps)[-message.last :] if message.last > 0 else []
-            self._send(Steps(json=json.dumps(last)))
+            self._send(Steps(json=self._log.last(message.last)))
         else:
             raise TypeError(f"the engine does not know {type(message).__name__}")
 
@@ -126,8 +136,16 @@ class Engine:
         """Run one step if there is any; True where another may follow at once."""
         for held, error in self._compiling.take():
             self._changed = True
-            self._admit(held.message, held.accepted_s, error)
+            if error is None:
+                self._accept(held.message, held.accepted_s)
+            else:
+                self._admit(held.message, held.accepted_s, error)
+        for message, accepted_s in self._loads.take():
+            self._admit(message, accepted_s)
+        self._changed |= self._loads.advance()
+        self._loads.refresh()
         step = self.scheduler.schedule()
+        self._loads.begin(step.loading)
         for seq in step.reserved:
             cached = seq.num_named_blocks
             self._send(Reserved(seq_id=seq.seq_id, block_ids=tuple(seq.block_ids), cached_blocks=cached))
@@ -137,14 +155,15 @@ class Engine:
         if step.work:
             self._run(step)
         paused = self.scheduler.num_running != self._running_told  # it must not look like a stalled one
-        if step.work or step.reserved or self._changed or self._outputs or paused:
+        if step.work or step.reserved or step.loading or self._changed or self._outputs or paused:
             self._report()
-        return bool(step.work)
+        return bool(step.work or step.loading)
 
     @property
     def patience_s(self) -> float | None:
         """How long to wait for messages when there is nothing to compute; None: for ever."""
-        return POLL_S if self._compiling else None
+        waits = [s for s in (POLL_S if self._compiling else None, self._loads.patience_s) if s is not None]
+        return min(waits, default=None)
 
     def stats(self) -> Stats:
         counts = self.scheduler.roster.pool.counts()
@@ -167,13 +186,23 @@ class Engine:
             tokens_recomputed=self.tally.tokens_recomputed,
             tokens_forwarded=self.tally.tokens_forwarded,
             preemptions=self.scheduler.roster.preemptions,
-            prefill_tokens_per_s=self._prefill_rate,
-            step_ms=self._decode_ms,
+            prefill_tokens_per_s=self._log.prefill_rate,
+            step_ms=self._log.decode_ms,
             kv_unused_tokens=waste.unused_tokens,
             kv_unwritten_blocks=waste.unwritten_blocks + counts.reserved,
             output_mispredictions=self.scheduler.admission.mispredictions,
             admissions_held_back=self.scheduler.admission.held_back,
+            cached_by_source=tuple(sorted(self.scheduler.roster.cached_by_source.items())),
+            loads_failed=self._loads.failed,
         )
+
+    def _accept(self, message: AddSequence | ReserveSequence, now: float) -> None:
+        if not (isinstance(message, AddSequence) and self._loads.hold(message, now)):
+            self._admit(message, now)
+
+    def _drop(self, seq_id: str) -> bool:
+        """Forget a sequence that is not in the scheduler yet; False where there is none."""
+        return self._compiling.drop(seq_id) or self._loads.drop(seq_id)
 
     def _admit(self, message: AddSequence | ReserveSequence, now: float, error: RequestError | None = None) -> None:
         """Give a sequence to the scheduler; what is wrong with it, such as ``error``, ends it."""
@@ -214,7 +243,6 @@ class Engine:
         self.num_steps += 1
         self.tally += done.tally
         self._tokens_generated += len(done.taken.tokens)
-        prefill_tokens = sum(w.count for w in step.work if not w.is_decode)
         for seq_id, (first, told) in done.taken.prompt_logprobs.items():
             part = SequenceOutput(seq_id=seq_id, position=0, token_ids=(), prompt_start=first, prompt_logprobs=told)
             self._emit([part], seq_id)
@@ -224,7 +252,8 @@ class Engine:
         if self.scheduler.roster.bad_names > self._bad_names:
             self._bad_names = self.scheduler.roster.bad_names
             log.error("block names of %d sequences so far contradict those known here", self._bad_names)
-        self._note(step, done, prefill_tokens, (self._clock() - started) * 1e3)
+        self.tiers.after_step(step.work)
+        self._log.note(self.num_steps, step, done, (self._clock() - started) * 1e3)
 
     def _execute(self, step: Step) -> Executed:
         chunks = [c for w in step.work if w.sequence.hand_off for c in self._chunk(w)]
@@ -261,29 +290,6 @@ class Engine:
                 output.compute_ms = 0.0 if scheduled is None else (now - scheduled) * 1e3
             self._outputs.append(output)
 
-    def _note(self, step: Step, done: Executed, prefill_tokens: int, duration_ms: float) -> None:
-        """Remember the step and learn the worker's speed from it."""
-        if not prefill_tokens:
-            self._decode_ms = _blend(self._decode_ms, duration_ms)
-        else:
-            own_ms = max(duration_ms - self._decode_ms * (len(step.work) > 1), duration_ms * 0.1)
-            self._prefill_rate = _blend(self._prefill_rate, prefill_tokens * 1e3 / own_ms)
-        self._steps.append(
-            {
-                "step": self.num_steps,
-                "decodes": sum(w.is_decode for w in step.work),
-                "prefill_tokens": prefill_tokens,
-                "recomputed_tokens": done.tally.tokens_recomputed,
-                "sequences": len(step.work),
-                "running": self.scheduler.num_running,
-                "queued": len(self.scheduler.roster.queue),
-                "waiting": dict(step.waiting),
-                "preemptions": step.preemptions,
-                "failed": len(done.taken.failures),
-                "duration_ms": round(duration_ms, 3),
-            }
-        )
-
     def _report(self) -> None:
         stored, removed = self.scheduler.roster.pool.take_events()
         outputs, self._outputs, self._changed = tuple(self._outputs), [], False
@@ -295,7 +301,3 @@ def _scored(output: SequenceOutput, told: Mapping[tuple[str, int], TokenLogprobs
     """An output with the logprobs of its one token, where they were asked for."""
     found = told.get((output.seq_id, output.choice)) if told and output.token_ids else None
     return output if found is None else replace(output, logprobs=(found,))
-
-
-def _blend(average: float, value: float) -> float:
-    return value if not average else average + _EWMA * (value - average)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import chain
 
 from kvstore.blocks import NAME_BYTES
 from services.engine.messages import AddSequence, Sampling
@@ -43,28 +44,26 @@ def check_sequence(message: AddSequence, limits: Limits) -> None:
 
     A hand-off needs room for what it brings along, any other sequence for all that it may generate too.
     """
-    given = [*message.prompt_ids, *message.output_ids]
+    outputs = [ids for _, ids in message.outputs] or [message.output_ids]
+    longest = max(outputs, key=len)
+    num_given = len(message.prompt_ids) + len(longest)
     if not message.prompt_ids:
         raise invalid("the prompt holds no token", "prompt")
-    wrong = next((t for t in given if not 0 <= t < limits.vocab_size), None)
+    wrong = next((t for t in chain(message.prompt_ids, *outputs) if not 0 <= t < limits.vocab_size), None)
     if wrong is not None:
         raise invalid(f"token id {wrong} is outside the vocabulary of {limits.vocab_size}", "prompt")
     _check_sampling(message.sampling, limits)
     _check_shaping(message.sampling, limits)
-    if len(given) >= limits.max_model_len:
+    if num_given >= limits.max_model_len:
         raise RequestError(
             ErrorCode.CONTEXT_LENGTH_EXCEEDED,
-            f"{len(given)} tokens leave no room for an answer within {limits.max_model_len} (model.max_model_len)",
+            f"{num_given} tokens leave no room for an answer within {limits.max_model_len} (model.max_model_len)",
             param="prompt",
         )
-    if message.n < 1:
-        raise invalid(f"n must be at least 1, got {message.n}", "n")
-    if message.n > 1 and message.output_ids:
-        raise invalid(f"{len(message.output_ids)} output tokens came along for {message.n} choices", "n")
-    if len(message.output_ids) >= message.sampling.max_tokens:
+    _check_choices(message)
+    if len(longest) >= message.sampling.max_tokens:
         raise invalid(
-            f"{len(message.output_ids)} output tokens came along, max_tokens is {message.sampling.max_tokens}",
-            "max_tokens",
+            f"{len(longest)} output tokens came along, max_tokens is {message.sampling.max_tokens}", "max_tokens"
         )
     if len(message.block_names) > len(message.prompt_ids) // limits.block_size:
         raise invalid(f"{len(message.block_names)} block names for {len(message.prompt_ids)} prompt tokens")
@@ -72,15 +71,28 @@ def check_sequence(message: AddSequence, limits: Limits) -> None:
         raise invalid(f"a block name does not have {NAME_BYTES} bytes")
     if message.block_names and (not message.root or not all(message.block_names)):
         raise invalid("block names need a root, and none may be empty")
-    num_tokens = len(given)
+    num_tokens = len(message.prompt_ids) if len(outputs) > 1 else num_given
     if not message.hand_off:
-        num_tokens = limits.most_tokens(len(message.prompt_ids), len(given), message.sampling.max_tokens)
+        num_tokens = limits.most_tokens(len(message.prompt_ids), num_given, message.sampling.max_tokens)
     if limits.blocks(num_tokens) > limits.num_blocks:
         raise RequestError(
             ErrorCode.NEVER_FITS,
             f"the request may need {num_tokens} tokens of KV, {limits.blocks(num_tokens)} blocks; the worker has "
             f"{limits.num_blocks} blocks, {limits.num_blocks * limits.block_size} tokens (engine.num_blocks)",
         )
+
+
+def _check_choices(message: AddSequence) -> None:
+    """How many there are, and whose outputs came along."""
+    if message.n < 1:
+        raise invalid(f"n must be at least 1, got {message.n}", "n")
+    if message.n > 1 and message.output_ids:
+        raise invalid(f"{len(message.output_ids)} output tokens came along for {message.n} choices", "n")
+    choices = {choice for choice, _ in message.outputs}
+    if message.output_ids and choices:
+        raise invalid("output tokens came along twice", "n")
+    if len(choices) < len(message.outputs) or not all(0 <= choice < message.n for choice in choices):
+        raise invalid(f"outputs of choices {[c for c, _ in message.outputs]} came along, there are {message.n}", "n")
 
 
 def _check_shaping(sampling: Sampling, limits: Limits) -> None:

@@ -9,6 +9,9 @@ Each message is a dataclass of this module, carried by `kvstore.wire.Codec`; not
     StartSequence   the KV is verified, decode      PrefillStarted   first chunk is scheduled
     ReleaseSequence let its blocks go               StepDone         one for each step
     AbortSequence                                   Steps
+    PinBlocks       hold what the cache has         Pinned
+    Loaded          a peer has written what was     LoadWanted       a peer may write these blocks
+                    wanted, or could not         LoadEnded        blocks were loaded, or were not
     Unquarantine    fenced: reuse is safe
     GetSteps, Stop
 """
@@ -51,11 +54,12 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddSequence:
-    """Compute ``prompt_ids``, and what of ``output_ids`` was sent before.
+    """Compute ``prompt_ids``, and ``output_ids`` that exist already; the next token is drawn behind them.
 
     With ``n`` the prompt is computed once, and so many answers are drawn; choice i of an answer depends on (seed, i)
-    alone. With ``hand_off`` stop after token 1 and hold the blocks until ReleaseSequence, also where token 1 or an
-    error ends it; else decode to the end.
+    alone. Several choices that have ``outputs`` part behind the prompt, each with its own, and compute these by
+    themselves; the first token of each is told once more, not drawn. With ``hand_off`` stop after token 1 and hold the
+    blocks until ReleaseSequence, also where token 1 or an error ends it; else decode to the end.
     """
 
     seq_id: str  # unique in this process
@@ -64,10 +68,12 @@ class AddSequence:
     root: bytes
     block_names: tuple[bytes, ...] = ()  # of the prompt's full blocks
     output_ids: tuple[int, ...] = ()
+    outputs: tuple[tuple[int, tuple[int, ...]], ...] = ()  # the same with n > 1: (choice, ids) of those that go on
     hand_off: bool = False
     priority: int = 0
     salt: str = ""
     n: int = 1
+    offered_blocks: int = 0  # leading full blocks of the prompt that a peer offers to write; see LoadWanted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +115,29 @@ class ReleaseSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unquarantine:
+    """A peer is fenced. Each message with ``quarantine`` is ended by one of these; the last one of a sequence's frees
+    its blocks."""
+
     seq_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PinBlocks:
+    """Hold the leading blocks of these names that are in the prefix cache, until ReleaseSequence(seq_id); answered by
+    Pinned. A peer reads them meanwhile."""
+
+    seq_id: str
+    names: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """The answer to LoadWanted: the first ``count`` of the wanted blocks hold verified KV. With ``quarantine`` a write
+    may still land in any of them: they are not reused before Unquarantine, none counts; the sequence gets others."""
+
+    seq_id: str
+    count: int
+    quarantine: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +184,34 @@ class PrefillStarted:
     seq_id: str
     block_ids: tuple[int, ...]  # one for each block of the prompt, tail included
     cached_blocks: int  # leading ones computed before this request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pinned:
+    seq_id: str
+    block_ids: tuple[int, ...]  # of the leading names that are here; may be empty
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadWanted:
+    """A sequence got blocks, and a peer has offered what ``block_ids[first : first + count]`` should hold. Nothing of
+    it is computed until Loaded comes, or the sequence ends. It may never come: PrefillStarted does then."""
+
+    seq_id: str
+    block_ids: tuple[int, ...]  # one for each block of the prompt, tail included
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadEnded:
+    """A load for a sequence is over: of ``wanted`` blocks the first ``count`` were filled, the rest is computed."""
+
+    seq_id: str
+    source: str  # peer, or a tier's name
+    wanted: int
+    count: int
+    duration_ms: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,6 +271,8 @@ class Stats:
     kv_unwritten_blocks: int = 0  # held for prompts or by reserves, and not written yet
     output_mispredictions: int = 0  # sequences that outgrew what admission had set aside for them
     admissions_held_back: int = 0  # sequences that the admission watermark alone has stopped
+    cached_by_source: tuple[tuple[str, int], ...] = ()  # prompt_tokens_cached by where they were: device, peer, a tier
+    loads_failed: int = 0  # loads of blocks that brought less than was offered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +291,8 @@ class Steps:
 CODEC = Codec(
     (
         GrammarSpec, Penalties, TokenLogprobs,
-        Sampling, AddSequence, ReserveSequence, StartSequence, AbortSequence, ReleaseSequence, Unquarantine, GetSteps,
-        Stop, EngineReady, Reserved, ReserveRefused, PrefillStarted, SequenceOutput, Stats, StepDone, Steps,
+        Sampling, AddSequence, ReserveSequence, StartSequence, AbortSequence, ReleaseSequence, Unquarantine, PinBlocks,
+        Loaded, GetSteps, Stop, EngineReady, Reserved, ReserveRefused, PrefillStarted, Pinned, LoadWanted, LoadEnded,
+        SequenceOutput, Stats, StepDone, Steps,
     )
 )  # fmt: skip

@@ -1,6 +1,6 @@
 """Who gets blocks next: queued prompts, reserves for peers, and urgent ones at the cost of others.
 
-    queue ─ first in the policy's order ─┬─ candidates ─ turn in the budget ─► place ─► RUNNING
+    queue ─ first in the policy's order ─┬─ candidates ─ turn in the budget ─► place ─► RUNNING, or LOADING before it
                                          ├─ claim: more urgent than one that runs ─► RUNNING, the other is preempted
                                          └─ reserves ─────────────────────────► place ─► RESERVED
 
@@ -35,7 +35,7 @@ class Placing:
     def candidates(self, slots: int, waiting: Counter[str]) -> tuple[list[Sequence], dict[str, int]]:
         """Unfinished prompts in order, running and queued, and the tokens each one wants.
 
-        A queued one whose prefix is being computed for another is left for later: it will find the blocks.
+        A queued one whose prefix is being computed or loaded for another is left for later: it will find the blocks.
         """
         roster = self._roster
         found = sorted((s for s in roster.running.values() if s.num_missing_tokens > 1), key=lambda s: s.order)[:slots]
@@ -45,8 +45,9 @@ class Placing:
         if roster.running_choices >= self._max_num_seqs:
             waiting["sequence slots"] += len(roster.queue)
             return found, wants
-        coming = {name: s for s in reversed(found) for name in s.names[s.num_named_blocks :]}
-        place_of = {s.seq_id: self._place_of(s, 0) for s in found}
+        ahead_of_all = sorted([*found, *roster.loading.values()], key=lambda s: s.order)
+        coming = {name: s for s in reversed(ahead_of_all) for name in s.names[s.num_named_blocks :]}
+        place_of = {s.seq_id: self._place_of(s, 0) for s in ahead_of_all}
         for nth, seq in enumerate(self._first()):
             if seq.phase is not Phase.WAITING:
                 continue
@@ -56,7 +57,7 @@ class Placing:
             if hits < len(names):
                 ahead = coming.get(names[hits])
                 if ahead is not None and place_of[ahead.seq_id] < place and self._will_come(ahead):
-                    waiting["prefix being computed"] += 1
+                    waiting["prefix being loaded" if ahead.phase is Phase.LOADING else "prefix being computed"] += 1
                     continue
                 coming[names[hits]] = seq  # who shares this name shares all before it
             wants[seq.seq_id] = seq.num_tokens - hits * roster.limits.block_size
@@ -112,12 +113,12 @@ class Placing:
                 break
             if seq.phase is Phase.WAITING and not seq.has_claimed and self._make_way(seq):
                 self._place(seq)
-                started.append(seq)
+                started += [] if seq.load_blocks else [seq]
         return started
 
     def _will_come(self, seq: Sequence) -> bool:
-        """Whether a prompt that others wait for is computed, or could be now."""
-        return seq.phase is Phase.RUNNING or self._admission.fits(seq)
+        """Whether a prompt that others wait for is computed or loaded, or could be now."""
+        return seq.phase in (Phase.RUNNING, Phase.LOADING) or self._admission.fits(seq)
 
     def _make_way(self, seq: Sequence) -> bool:
         """Preempt from the last in order on until the sequence finds room; nobody is, where that would not do."""
@@ -141,6 +142,8 @@ class Placing:
     def _obstacle(self, seq: Sequence) -> str:
         if seq.phase is Phase.WAITING and self._roster.running_choices >= self._max_num_seqs:
             return "sequence slots"
+        if len(self._roster.loading) >= self._max_num_seqs and self._roster.count_loadable(seq):
+            return "load slots"
         return self._admission.obstacle(seq)
 
     def _place_of(self, seq: Sequence, nth: int) -> tuple[bool, int, int, int]:

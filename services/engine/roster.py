@@ -5,18 +5,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
-from kvstore.blocks import extend_name
 from kvstore.errors import OutOfBlocks
 from kvstore.pool import BlockPool
+from services.engine.books import check_roster
+from services.engine.ends import failure_of, finish_reason, output_of
 from services.engine.intake import Limits
 from services.engine.messages import AddSequence, SequenceOutput
+from services.engine.naming import name_ahead, name_computed
 from services.engine.policies import POLICIES, Sight
 from services.engine.sequence import Phase, Sequence
 from services.engine.waiting import Queue
 from services.engine_config import DEFAULT_ENGINE, EngineConfig
-from services.protocol.errors import ErrorCode
+
+DEVICE = "device"
+"""Source of what is in the block pool itself."""
 
 
 class Roster:
@@ -33,15 +38,17 @@ class Roster:
         self.queue = Queue(line, rules.ageing_bound_tokens, ranks_preempted=self.policy.ranks_started)
         self.ageing_bound = rules.ageing_bound_tokens
         self.clock = 0  # tokens computed so far
+        self.loading: dict[str, Sequence] = {}
         self.num_reserving = 0
         self.num_reserved = 0  # choices of RESERVED sequences
         self.held_blocks = 0
         self.queued_tokens = 0  # of the WAITING ones, prefix hits not foreseen
         self.preemptions = 0
-        self.prompt_tokens_cached = 0
+        self.cached_by_source: Counter[str] = Counter()  # prompt tokens found, by where their KV was
         self.bad_names = 0  # sequences whose names contradicted the pool's
         self._arrivals = 0
         self._copies: list[tuple[int, int]] = []
+        self._loads: list[Sequence] = []
 
     def enroll(self, message: AddSequence, phase: Phase) -> None:
         """A checked sequence takes its place in the queue."""
@@ -51,6 +58,8 @@ class Roster:
         self.sequences[seq.seq_id] = seq
         self.groups[seq.group_id] = dict.fromkeys(seq.choices, seq)
         seq.waits_since = self.clock
+        if message.output_ids or message.outputs:
+            name_ahead(seq, self.limits.block_size)
         self._enqueue(seq)
 
     def age(self) -> None:
@@ -81,6 +90,10 @@ class Roster:
         return self.count_hits(seq) * self.limits.block_size
 
     @property
+    def prompt_tokens_cached(self) -> int:
+        return sum(self.cached_by_source.values())
+
+    @property
     def running_choices(self) -> int:
         """Sequences that run, each counted as often as it will be forked."""
         return sum(len(s.choices) for s in self.running.values())
@@ -91,27 +104,53 @@ class Roster:
         others = any(s.block_ids for s in self.sequences.values() if s is not seq)
         return not others and not self.pool.counts().quarantined
 
+    def count_loadable(self, seq: Sequence) -> int:
+        """Blocks of a queued prompt that a source offers beyond those that are here."""
+        if not seq.offered_blocks or seq.phase is not Phase.WAITING:
+            return 0
+        return max(0, min(seq.offered_blocks, len(seq.names), self._num_reusable(seq)) - self.count_hits(seq))
+
     def place(self, seq: Sequence) -> None:
-        """A queued sequence that `fits` gets its blocks: WAITING to RUNNING, RESERVING to RESERVED."""
+        """A queued sequence that `fits` gets its blocks: WAITING to RUNNING or LOADING, RESERVING to RESERVED."""
         is_reserve = seq.phase is Phase.RESERVING
-        got = self.pool.acquire(
-            seq.seq_id, self.limits.blocks(seq.num_tokens), self.reusable_names(seq), reserved=is_reserve
-        )
+        loads = self.count_loadable(seq)
+        names, num_blocks = self.reusable_names(seq), self.limits.blocks(seq.num_tokens)
+        got = self.pool.acquire(seq.seq_id, num_blocks, names, reserved=is_reserve or loads > 0)
         self._dequeue(seq)
         seq.block_ids = list(got.block_ids)
         seq.num_named_blocks = got.cached_blocks
-        seq.num_computed_tokens = got.cached_blocks * self.limits.block_size
-        hits = max(0, min(seq.num_computed_tokens, seq.num_prompt_tokens) - seq.num_known_tokens)
-        seq.cached_tokens += hits
-        self.prompt_tokens_cached += 0 if is_reserve else hits  # the writer counts its own hits
-        seq.num_known_tokens = max(seq.num_known_tokens, seq.num_computed_tokens)
+        self._found(seq, got.cached_blocks, "" if is_reserve else DEVICE)  # the writer counts its own hits
         seq.was_placed = True
         if is_reserve:
             seq.advance(Phase.RESERVED)
             self.num_reserved += len(seq.choices)
+        elif loads:
+            seq.load_blocks = loads
+            seq.advance(Phase.LOADING)
+            self.loading[seq.seq_id] = seq
+            self._loads.append(seq)
         else:
             seq.advance(Phase.RUNNING)
             self.running[seq.seq_id] = seq
+
+    def take_loads(self) -> tuple[Sequence, ...]:
+        """Sequences that became LOADING since the last call."""
+        loads, self._loads = self._loads, []
+        return tuple(loads)
+
+    def loaded(self, seq: Sequence, num_blocks: int, source: str) -> None:
+        """LOADING to RUNNING: the first ``num_blocks`` of those it waited for hold their KV, and are named at once."""
+        self._end_load(seq)
+        self.pool.activate(seq.seq_id)
+        self._found(seq, seq.num_named_blocks + num_blocks, source)
+        seq.advance(Phase.RUNNING)
+        self.running[seq.seq_id] = seq
+        self.name_blocks(seq)
+
+    def unload(self, seq: Sequence) -> None:
+        """LOADING to WAITING, since a write may still land in its blocks: they are quarantined, it gets others."""
+        self._end_load(seq)
+        self._requeue(seq, quarantine=True)
 
     def begin(self, seq: Sequence) -> None:
         """The KV that a peer wrote for a RESERVED sequence is verified: it gets names, the sequence runs."""
@@ -125,8 +164,11 @@ class Roster:
     def preempt(self, seq: Sequence) -> None:
         """A RUNNING sequence loses its blocks and queues where its order says; named ones stay in the prefix cache."""
         self.preemptions += 1
-        self.pool.release(seq.seq_id)
-        del self.running[seq.seq_id]
+        self._requeue(seq)
+
+    def _requeue(self, seq: Sequence, *, quarantine: bool = False) -> None:
+        self.pool.release(seq.seq_id, quarantine=quarantine)
+        self.running.pop(seq.seq_id, None)
         seq.block_ids = []
         seq.num_computed_tokens = seq.num_named_blocks = 0
         seq.advance(Phase.WAITING)
@@ -143,6 +185,7 @@ class Roster:
         self.held_blocks -= len(seq.block_ids) if seq.phase is Phase.HELD else 0
         self.num_reserved -= len(seq.choices) if seq.phase is Phase.RESERVED else 0
         self.running.pop(seq.seq_id, None)
+        self.loading.pop(seq.seq_id, None)
         self.pool.release(seq.seq_id, quarantine=quarantine)
 
     def drop(self, seq: Sequence, choice: int) -> None:
@@ -159,11 +202,13 @@ class Roster:
     def append(self, seq: Sequence, tokens: Mapping[int, int]) -> list[SequenceOutput]:
         """The next token of each choice of a RUNNING sequence, which may end it; those that go on share its blocks.
 
-        A hand-off is HELD from its first one on.
+        A hand-off is HELD from its first one on. Outputs that choices brought along take the place of what was drawn.
         """
-        reasons = {choice: self._finish_reason(seq, tokens[choice]) for choice in seq.choices}
-        outputs = [self._output(seq, choice, tokens[choice], reason) for choice, reason in reasons.items()]
-        if len(outputs) == 1 and not seq.hand_off and not outputs[0].finish_reason:
+        brought = seq.take_parting(tokens) if seq.parting else {}
+        tokens = {choice: ids[0] for choice, ids in brought.items()} or tokens
+        reasons = {choice: finish_reason(seq, tokens[choice], self.limits) for choice in seq.choices}
+        outputs = [output_of(seq, choice, tokens[choice], reason) for choice, reason in reasons.items()]
+        if len(outputs) == 1 and not (brought or seq.hand_off or outputs[0].finish_reason):
             seq.token_ids.append(outputs[0].token_ids[0])  # what nearly always happens
             return outputs
         going_on = [choice for choice, reason in reasons.items() if not reason]
@@ -173,7 +218,7 @@ class Roster:
         elif not going_on:
             self.release(seq)
         else:
-            self._split(seq, going_on, tokens)
+            self._split(seq, {choice: brought.get(choice, (tokens[choice],)) for choice in going_on})
         return outputs
 
     def take_copies(self) -> list[tuple[int, int]]:
@@ -183,108 +228,67 @@ class Roster:
 
     def fail(self, seq: Sequence, message: str) -> SequenceOutput:
         """A RUNNING sequence ends with an error; its blocks are let go, but for an open hand-off, which is HELD."""
-        position = seq.num_outputs
         if seq.hand_off:
             self._hold(seq)
         else:
             self.release(seq)
-        return SequenceOutput(
-            seq_id=seq.group_id,
-            position=position,
-            token_ids=(),
-            finish_reason="error",
-            error_code=ErrorCode.INTERNAL.value,
-            error=message,
-            cached_tokens=seq.cached_tokens,
-            choice=seq.choice,
-        )
+        return failure_of(seq, message)
 
     def name_blocks(self, seq: Sequence) -> None:
-        """Name what has become full since the last call.
-
-        Sequences without a root stay nameless, and so does the rest of one whose names do not follow one another: that
-        is its sender's error, which must not reach others.
-        """
-        size = self.limits.block_size
-        if seq.num_computed_tokens // size <= seq.num_named_blocks or not seq.root or not self.pool.has_prefix_cache:
-            return
-        for i in range(seq.num_named_blocks, seq.num_computed_tokens // size):
-            parent = seq.names[i - 1] if i else seq.root
-            if i == len(seq.names):
-                seq.names.append(extend_name(parent, seq.token_ids[i * size : (i + 1) * size]))
-            try:
-                self.pool.name_block(seq.seq_id, i, seq.names[i], parent)
-            except ValueError:
-                seq.root = b""
-                self.bad_names += 1
-                return
-            seq.num_named_blocks = i + 1
+        """Name what has become full since the last call."""
+        self.bad_names += not name_computed(seq, self.limits.block_size, self.pool)
 
     def check(self) -> None:
-        """Raise AssertionError unless queue, counts and pool agree. For tests; walks everything."""
-        self.pool.check()
-        self.queue.check()
-        assert self.num_reserving == sum(s.phase is Phase.RESERVING for s in self.queue)
-        assert {s.seq_id for s in self.queue} == {
-            s.seq_id for s in self.sequences.values() if s.phase in (Phase.WAITING, Phase.RESERVING)
-        }
-        assert self.queued_tokens == sum(s.num_tokens for s in self.queue if s.phase is Phase.WAITING)
-        assert set(self.running) == {s.seq_id for s in self.sequences.values() if s.phase is Phase.RUNNING}
-        held = sum(len(s.block_ids) for s in self.sequences.values() if s.phase is Phase.HELD)
-        assert held == self.held_blocks
-        reserved = [s for s in self.sequences.values() if s.phase is Phase.RESERVED]
-        assert self.num_reserved == sum(len(s.choices) for s in reserved)
-        members = {(s.group_id, choice, s.seq_id) for s in self.sequences.values() for choice in s.choices}
-        assert members == {(g, choice, s.seq_id) for g, of in self.groups.items() for choice, s in of.items()}
-        assert len({s.arrival for s in self.sequences.values()}) == len(self.sequences)
-        for seq in self.sequences.values():
-            assert bool(seq.block_ids) == (seq.phase not in (Phase.WAITING, Phase.RESERVING))
-            assert not seq.block_ids or tuple(seq.block_ids) == self.pool.block_ids(seq.seq_id)
-            assert seq.num_computed_tokens <= len(seq.block_ids) * self.limits.block_size
+        """See `services.engine.books.check_roster`."""
+        check_roster(self)
+
+    def _found(self, seq: Sequence, num_blocks: int, source: str) -> None:
+        """So many leading blocks hold their KV; what of them is news counts as cached, for ``source`` unless empty."""
+        seq.num_computed_tokens = num_blocks * self.limits.block_size
+        hits = max(0, min(seq.num_computed_tokens, seq.num_prompt_tokens) - seq.num_known_tokens)
+        seq.cached_tokens += hits
+        if source:
+            self.cached_by_source[source] += hits
+        seq.num_known_tokens = max(seq.num_known_tokens, seq.num_computed_tokens)
+
+    def _end_load(self, seq: Sequence) -> None:
+        del self.loading[seq.seq_id]
+        seq.load_blocks = seq.offered_blocks = 0
 
     def _hold(self, seq: Sequence) -> None:
         seq.advance(Phase.HELD)
         del self.running[seq.seq_id]
         self.held_blocks += len(seq.block_ids)
 
-    @staticmethod
-    def _output(seq: Sequence, choice: int, token_id: int, finish_reason: str) -> SequenceOutput:
-        return SequenceOutput(
-            seq_id=seq.group_id,
-            position=seq.num_outputs,
-            token_ids=(token_id,),
-            finish_reason=finish_reason,
-            cached_tokens=seq.cached_tokens,
-            choice=choice,
-        )
-
-    def _finish_reason(self, seq: Sequence, token_id: int) -> str:
-        """Why the sequence ends if this is its next token; empty where it goes on."""
-        num_tokens, sampling = len(seq.token_ids), seq.sampling
-        num_outputs = num_tokens - seq.num_prompt_tokens
-        may_end = num_outputs >= sampling.min_tokens or sampling.grammar is not None
-        if may_end and self.limits.ends(token_id, sampling):
-            return "stop"
-        if num_outputs + 1 >= sampling.max_tokens or num_tokens + 1 >= self.limits.max_model_len:
-            return "length"
-        return ""
-
-    def _split(self, seq: Sequence, going_on: list[int], tokens: Mapping[int, int]) -> None:
-        """Each choice that goes on gets a sequence of its own; the first one takes over this one."""
+    def _split(self, seq: Sequence, going_on: Mapping[int, tuple[int, ...]]) -> None:
+        """Each choice that goes on gets a sequence of its own, and its next tokens; the first one takes over this one.
+        With more than one token it waits in the queue, finds the full blocks by their names and computes the rest."""
         for choice in seq.choices:
             if choice not in going_on:
                 self._leave(seq, choice)
-        for choice in going_on[1:]:
-            self._fork(seq, choice, tokens[choice])
-        seq.choices = (going_on[0],)
-        seq.token_ids.append(tokens[going_on[0]])
+        first, *others = going_on
+        for choice in others:
+            self._fork(seq, choice, going_on[choice])
+        seq.choices = (first,)
+        self._give(seq, going_on[first])
+        if len(going_on[first]) > 1:
+            self._requeue(seq)
 
-    def _fork(self, seq: Sequence, choice: int, token_id: int) -> None:
+    def _give(self, seq: Sequence, token_ids: tuple[int, ...]) -> None:
+        seq.token_ids += token_ids
+        if len(token_ids) > 1:
+            seq.num_given_tokens = len(seq.token_ids)
+            name_ahead(seq, self.limits.block_size)
+
+    def _fork(self, seq: Sequence, choice: int, token_ids: tuple[int, ...]) -> None:
         """One more sequence over the same full blocks, and with a copy of the tail. Where no block is left for that, it
         waits in the queue, finds the full blocks by their names and computes the tail again."""
         fork = seq.fork(choice)
-        fork.token_ids.append(token_id)
+        self._give(fork, token_ids)
         self.sequences[fork.seq_id] = self.groups[seq.group_id][choice] = fork
+        if len(token_ids) > 1:
+            self._enqueue(fork)
+            return
         num_shared = seq.num_computed_tokens // self.limits.block_size
         tail = seq.block_ids[num_shared:]
         try:

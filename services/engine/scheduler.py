@@ -36,7 +36,8 @@ class Step:
 
     number: int
     work: tuple[Work, ...]
-    started: tuple[Sequence, ...]  # placed for the first time; their first chunk follows
+    started: tuple[Sequence, ...]  # placed, and loaded where there was anything to load; their first chunk follows
+    loading: tuple[Sequence, ...]  # placed; what a source has of them is to be loaded
     reserved: tuple[Sequence, ...]  # hold blocks from now on
     preemptions: int
     waiting: Mapping[str, int]  # why sequences wait: reason -> how many of those looked at
@@ -65,6 +66,7 @@ class Scheduler:
         self._step = 0
         self._turns = 0
         self._paused = 0
+        self._loaded: list[Sequence] = []  # run since the last step, and were not announced yet
 
     def add(self, message: AddSequence) -> None:
         """Queue a sequence to compute. Raises RequestError where it cannot be served here."""
@@ -95,10 +97,26 @@ class Scheduler:
             return [self.roster.fail(seq, f"token 1 has the id {wrong}, outside the vocabulary")]
         return self._append(seq, tokens)
 
+    def loaded(self, seq_id: str, num_blocks: int, *, quarantine: bool = False) -> None:
+        """A load has ended, with its first ``num_blocks`` blocks verified; what is missing is computed.
+
+        With ``quarantine`` a write may still land: none counts, and the sequence starts again with other blocks.
+        Nothing happens to a sequence that is not LOADING.
+        """
+        seq = self.roster.loading.get(seq_id)
+        if seq is None:
+            return
+        if quarantine:
+            self.roster.unload(seq)
+            return
+        self.roster.loaded(seq, max(0, min(num_blocks, seq.load_blocks)), seq.offered_by)
+        self._loaded.append(seq)
+
     def release(self, seq_id: str, *, quarantine: bool = False) -> None:
         """Forget a sequence in any state, and all its choices, without an output. Unknown ones are ignored."""
         for seq in list(dict.fromkeys(self.roster.groups.get(seq_id, {}).values())):
-            self.roster.release(seq, quarantine=quarantine)
+            is_written = quarantine and seq.seq_id == seq_id  # nobody else writes to choices that have parted
+            self.roster.release(seq, quarantine=is_written)
 
     def abort(self, seq_id: str, *, quarantine: bool = False) -> SequenceOutput | None:
         """`release`, and the output that ends the sequence; None for an unknown one."""
@@ -123,7 +141,9 @@ class Scheduler:
     @property
     def waiting_prefill_tokens(self) -> int:
         """Tokens to compute before all sequences here can give their next token; prefix hits are not foreseen."""
-        started = (s.num_missing_tokens for s in self.roster.running.values())
+        started = [s.num_missing_tokens for s in self.roster.running.values()]
+        loaded = self.limits.block_size
+        started += [s.num_missing_tokens - s.load_blocks * loaded for s in self.roster.loading.values()]
         return self.roster.queued_tokens + sum(n for n in started if n > 1)
 
     def schedule(self) -> Step:
@@ -132,12 +152,18 @@ class Scheduler:
         preemptions = self.roster.preemptions
         waiting: Counter[str] = Counter()
         self.roster.age()
-        work, started = self._work(waiting)
+        work, placed = self._work(waiting)
         reserved = self.placing.reserves(waiting)
         for item in work:
             self._turns += 1
             item.sequence.last_turn = self._turns
-        return Step(self._step, work, started, reserved, self.roster.preemptions - preemptions, waiting)
+        news = dict.fromkeys((*self._loaded, *placed))
+        started = tuple(s for s in news if s.phase is Phase.RUNNING and not s.was_started)
+        self._loaded = []
+        for seq in started:
+            seq.was_started = True
+        preemptions = self.roster.preemptions - preemptions
+        return Step(self._step, work, started, self.roster.take_loads(), reserved, preemptions, waiting)
 
     def complete(self, step: Step, tokens: Mapping[str, int], failures: Mapping[str, str]) -> list[SequenceOutput]:
         """Take in what the step computed.
@@ -175,7 +201,7 @@ class Scheduler:
         check_sequence(message, self.limits)
 
     def _work(self, waiting: Counter[str]) -> tuple[tuple[Work, ...], tuple[Sequence, ...]]:
-        """What to compute, decodes first, and the sequences placed for the first time."""
+        """What to compute, decodes first, and the sequences placed for it."""
         decoding = any(s.num_missing_tokens == 1 for s in self.roster.running.values())
         prompts_may = not decoding or self._is_turn_of_prompts()
         if prompts_may and decoding and not self.rules.mixed_batches:
@@ -192,15 +218,22 @@ class Scheduler:
     # -- decodes -------------------------------------------------------------------------------------------------------
 
     def _decodes(self, waiting: Counter[str]) -> dict[str, Work]:
-        """One token for each sequence that lacks one; those left out longest go first among equal priorities."""
+        """One token for each sequence that lacks one; those left out longest go first among equal priorities.
+
+        Who finds no block leaves its slot to those behind: what they hold may be what it waits for.
+        """
         self._paused = 0
         active: Collection[Sequence] = self.roster.running.values()
+        later: list[Sequence] = []
         if len(active) > self.max_num_seqs:
-            active = sorted(active, key=lambda s: s.order)[: self.max_num_seqs]
+            ordered = sorted(active, key=lambda s: s.order)
+            active, later = ordered[: self.max_num_seqs], ordered[self.max_num_seqs :]
         ready = [s for s in active if s.num_missing_tokens == 1]
         ready.sort(key=lambda s: (s.order[:2], s.last_turn, s.arrival))
         work: dict[str, Work] = {}
-        for seq in ready:
+        for nth, seq in enumerate([*ready, *(s for s in later if s.num_missing_tokens == 1)]):
+            if nth >= len(ready) + self._paused:
+                break
             if len(work) >= self.max_num_batched_tokens:
                 waiting["token budget"] += 1
             elif seq.phase is Phase.RUNNING and self._make_room(seq, work):
@@ -234,7 +267,7 @@ class Scheduler:
     # -- prefills ------------------------------------------------------------------------------------------------------
 
     def _prefills(self, decodes: dict[str, Work], waiting: Counter[str]) -> tuple[list[Work], tuple[Sequence, ...]]:
-        """Chunks, and the sequences placed for the first time. Decodes that are preempted for one are taken out."""
+        """Chunks, and the sequences placed for them. Decodes that are preempted for one are taken out."""
         preemptions = self.roster.preemptions
         started = self.placing.claim()
         if self.roster.preemptions != preemptions:
@@ -255,10 +288,12 @@ class Scheduler:
             turn = next((s for s, _ in given if s.phase is Phase.WAITING), None)
             if turn is None:
                 break
-            is_new = not turn.was_placed
             if self.placing.place(turn, blocked, waiting):
                 wants[turn.seq_id] = turn.num_missing_tokens
-                started += [turn] if is_new else []
+                if turn.phase is Phase.RUNNING:
+                    started.append(turn)
+                else:
+                    candidates.remove(turn)
                 continue
             at = candidates.index(turn)
             candidates[at:] = self.placing.rest(turn, candidates[at + 1 :], blocked)

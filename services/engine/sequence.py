@@ -1,33 +1,42 @@
 """One request inside the engine, and where it stands.
 
     add ──────► WAITING ── place ──► RUNNING ── end ──────────────────────────────────────► gone
-                   ▲                  │  │  ▲
-                   └──── preempt ─────┘  │  └──── start ──── RESERVED ◄── place ── RESERVING ◄── reserve
-                                         └─ token 1 of a hand-off ──► HELD ── release ──► gone
+                 │ ▲                  │  │  ▲
+                 │ └──── preempt ─────┘  │  └──── start ──── RESERVED ◄── place ── RESERVING ◄── reserve
+                 │                       └─ token 1 of a hand-off ──► HELD ── release ──► gone
+                 └─ place, and a source has more of it ─► LOADING ─┬─ loaded, wholly or in part ─► RUNNING
+                                                                   └─ a write may still land ─► WAITING, other blocks
 
 Any state ends by an abort. WAITING and RESERVING hold no blocks, all others do.
 
-A request for n choices is one sequence up to token 1, and n sequences over the same blocks from then on.
+A request for n choices is one sequence up to token 1, and n sequences over the same blocks from then on. Choices that
+bring outputs of their own along go through WAITING there, as if they were preempted.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from services.engine.messages import AddSequence, Sampling
 
+PEER = "peer"
+"""Source of what another worker of this application writes."""
+
 
 class Phase(StrEnum):
     WAITING = "waiting"  # for blocks or for the token budget
     RUNNING = "running"  # computed step by step
+    LOADING = "loading"  # a peer or a tier fills blocks of its prompt; it is neither computed nor preempted
     RESERVING = "reserving"  # waits for blocks that a peer will fill
     RESERVED = "reserved"  # a peer fills its blocks
     HELD = "held"  # token 1 is out; its blocks stay until they are released
 
 
 LEGAL = {
-    Phase.WAITING: {Phase.RUNNING},
+    Phase.WAITING: {Phase.RUNNING, Phase.LOADING},
+    Phase.LOADING: {Phase.RUNNING, Phase.WAITING},
     Phase.RUNNING: {Phase.WAITING, Phase.HELD},
     Phase.RESERVING: {Phase.RESERVED},
     Phase.RESERVED: {Phase.RUNNING},
@@ -58,6 +67,12 @@ class Sequence:
     num_named_blocks: int = 0
     cached_tokens: int = 0  # of the prompt, found before anything was computed
     was_placed: bool = False
+    was_started: bool = False  # its first chunk has been announced
+    offered_blocks: int = 0  # leading full blocks that a source has, as last heard
+    offered_by: str = ""
+    load_blocks: int = 0  # while LOADING: so many behind the named ones are being filled
+    num_saved_blocks: int = 0  # leading ones that the tier has, or was given
+    may_load: bool = True  # no load for it has come short
     num_overtaken: int = 0  # placements of later ones while this one did not fit
     last_turn: int = 0  # when it was last computed, counted in works
     rank: int = 0  # what the policy puts before arrival in `order`
@@ -67,6 +82,8 @@ class Sequence:
     was_held_back: bool = False  # would have fitted but for the admission watermark
     expected_blocks: int = 0  # that admission counts on for it, output included; 0: it has no reservation
     num_hit_blocks: int = 0  # found in the prefix cache when last looked up
+    parting: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """Outputs that came with the request, by choice, where several share the prompt: what each goes on with."""
     order: tuple[bool, int, int] = field(init=False)
     """Lower goes first, and is preempted last: aged ones, then by rank, then by arrival."""
 
@@ -75,11 +92,13 @@ class Sequence:
 
     @classmethod
     def of(cls, message: AddSequence, arrival: int, phase: Phase, rank: int = 0) -> Sequence:
-        given = [*message.prompt_ids, *message.output_ids]
+        parting = dict(message.outputs)
+        own = next(iter(parting.values())) if len(parting) == 1 else message.output_ids
+        given = [*message.prompt_ids, *own]
         return cls(
             seq_id=message.seq_id,
             group_id=message.seq_id,
-            choices=tuple(range(message.n)),
+            choices=tuple(sorted(parting)) or tuple(range(message.n)),
             token_ids=given,
             num_prompt_tokens=len(message.prompt_ids),
             num_given_tokens=len(given),
@@ -91,6 +110,9 @@ class Sequence:
             hand_off=message.hand_off,
             phase=phase,
             rank=rank,
+            offered_blocks=message.offered_blocks,
+            offered_by=PEER if message.offered_blocks else "",
+            parting=parting if len(parting) > 1 else {},
         )
 
     def fork(self, choice: int) -> Sequence:
@@ -106,7 +128,15 @@ class Sequence:
             num_computed_tokens=0,
             block_ids=[],
             num_named_blocks=0,
+            offered_blocks=0,
+            parting={},
         )
+
+    def take_parting(self, tokens: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
+        """What each choice goes on with: outputs that it brought along, else the token drawn for it. They are taken
+        once."""
+        parting, self.parting = self.parting, {}
+        return {choice: parting.get(choice) or (tokens[choice],) for choice in self.choices}
 
     @property
     def choice(self) -> int:

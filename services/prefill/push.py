@@ -14,11 +14,12 @@ from typing import Any, TypeVar
 import grpc.aio
 
 from kvstore.transfer import messages as t
-from services.prefill.leases import LeaseKeeper
-from services.prefill.ticket import Handoff, Ticket, TicketLost, lost
+from services.prefill.ticket import Handoff
 from services.protocol.handoff import HandoffState
 from services.protocol.proto import worker_pb2
 from services.worker.core import WorkerCore
+from services.worker.handoff.leases import LeaseKeeper
+from services.worker.handoff.ticket import Ticket, TicketLost, lost
 from services.worker.peers import Peers
 from services.worker.service import error_of
 
@@ -36,7 +37,7 @@ class Push:
         self._handoff = handoff
         self._ticket = ticket
         self._who = f"reader {ticket.reader.worker_id}"
-        self._reader = peers.stub(ticket.reader.address)
+        self._reader = peers.stub(ticket.reader.address, ticket.reader.epoch)
 
     async def run(self) -> bool:
         """True: the reader has verified everything and decodes. False: token 1 ended the request. Raises TicketLost."""
@@ -48,6 +49,8 @@ class Push:
         except _Ended:
             return False
         bad = await self._commit(pushed)
+        if bad and self._core.config.transfer.on_kv_failure != "ladder":
+            raise lost(f"{len(bad)} extents arrived with a wrong digest")
         if bad:
             self._ticket.move(HandoffState.RECEIVING, bad_extents=len(bad))
             self._core.send_transfer(t.Resend(ticket_id=self._ticket.ticket_id, extents=bad))
@@ -78,7 +81,10 @@ class Push:
             reader_epoch=self._ticket.reader.epoch,
             fingerprint=registration.fingerprint,
             transport=registration.transport,
+            spare_transports=registration.spare_transports,
+            last_list=self._leases.last_list,
         )
+        self._leases.add(self._ticket)
         request.request.remaining_ms = int(remaining_s * 1000)
         try:
             grant: worker_pb2.Grant = await self._reader.Reserve(request, timeout=remaining_s)
@@ -90,8 +96,8 @@ class Push:
         ticket, block_ids = self._ticket, self._handoff.block_ids
         if len(grant.block_ids) != len(block_ids):
             raise lost(f"the grant has {len(grant.block_ids)} blocks for {len(block_ids)} of the prompt")
+        ticket.transport = grant.transport
         ticket.move(HandoffState.GRANTED, skip_blocks=grant.cached_blocks)
-        self._leases.add(ticket)
         ticket.on_wire = True
         self._core.send_transfer(
             t.OpenTicket(

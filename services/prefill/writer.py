@@ -17,35 +17,30 @@ import grpc.aio
 
 from kvstore.transfer import messages as t
 from services.engine import messages as m
-from services.prefill.leases import LeaseKeeper
 from services.prefill.push import Push
-from services.prefill.ticket import Handoff, Ticket, TicketLost
+from services.prefill.ticket import Handoff
 from services.protocol.errors import ErrorCode, RequestError
 from services.protocol.handoff import HandoffState
 from services.protocol.proto import worker_pb2
 from services.worker.core import WorkerCore
+from services.worker.handoff.both import HandoffRole
+from services.worker.handoff.ticket import Ticket, TicketLost
 from services.worker.live import LiveRequest
-from services.worker.peers import Peers
-from services.worker.role import Role
 from services.worker.translate import to_error, to_logprobs, to_sequence
 
 RETARGET_WAIT_S = 10.0
 """How long computed KV is kept for a router that may name another reader."""
-CLOSE_WAIT_S = 10.0
-"""How long the transfer process may take to fence; past it, it is killed, which fences everything."""
 
 _log = logging.getLogger("pdray.prefill")
 
 
-class Writer(Role):
+class Writer(HandoffRole):
     name = "prefill"
 
     def __init__(self, core: WorkerCore) -> None:
-        self._core = core
-        self._peers = Peers(core.config.secret)
+        super().__init__(core)
         self._handoffs: dict[str, Handoff] = {}  # by sequence id
-        self._tickets: dict[str, Ticket] = {}
-        self._leases = LeaseKeeper(core, self._peers, self._fence_peer)
+        self._tickets, self._leases = self._outbox.tickets, self._outbox.leases
 
     # --- from the router ---
 
@@ -53,7 +48,7 @@ class Writer(Role):
         if reader is None:
             raise RequestError(ErrorCode.INTERNAL, "a prefill worker needs a reader to hand the KV to")
         self._handoffs[live.seq_id] = Handoff(live, reader, live.request.attempt)
-        self._core.send_engine(to_sequence(live, hand_off=True))
+        self._core.send_engine(to_sequence(live, hand_off=True, offered_blocks=self._puller.offer(live)))
         self._core.emit_event(live, "queued", side="writer")
 
     async def retarget(self, request: worker_pb2.RetargetRequest) -> None:
@@ -67,18 +62,21 @@ class Writer(Role):
 
     async def abort(self, live: LiveRequest, reason: str) -> None:
         handoff = self._handoffs.pop(live.seq_id, None)
-        if handoff is not None:
+        if handoff is not None and not self._puller.abort(live, reason):
             self._core.spawn(self._abandon(handoff, reason), "abandon")
 
     # --- from the children ---
 
     def on_engine(self, message: Any) -> None:
         if not isinstance(message, m.PrefillStarted):
+            super().on_engine(message)
             return
         handoff = self._handoffs.get(message.seq_id)
         if handoff is None:
             return
+        self._puller.forget(message.seq_id)
         handoff.block_ids = message.block_ids
+        handoff.is_unreported = not self._core.transfer_up.is_set()
         self._core.send_transfer(
             t.OpenSource(seq_id=message.seq_id, block_ids=message.block_ids, ready_blocks=message.cached_blocks)
         )
@@ -97,51 +95,33 @@ class Writer(Role):
         live.first_output_s = live.first_output_s or now
         total_ms = (now - live.accepted_s) * 1000
         compute_ms = min(output.compute_ms, total_ms)
-        times = worker_pb2.StageTimes(queue_ms=total_ms - compute_ms, compute_ms=compute_ms)
+        load_ms = min(live.kv_load_ms, total_ms - compute_ms)
+        times = worker_pb2.StageTimes(
+            queue_ms=total_ms - compute_ms - load_ms, kv_load_ms=load_ms, compute_ms=compute_ms
+        )
         handoff.cached_tokens = output.cached_tokens
         self._core.emit_tokens(live, output, times)
         if is_first:
             self._core.emit_event(live, "prefill_done", cached_tokens=output.cached_tokens)
         handoff.first_tokens.update((output.choice, token_id) for token_id in output.token_ids)
         handoff.first_logprobs.update((output.choice, to_logprobs(told)) for told in output.logprobs)
-        if len(handoff.first_tokens) == live.num_choices:
+        if len(handoff.first_tokens) == live.num_drawn:
             (handoff.drawn if live.open_choices else handoff.ended).set()
         return False  # `_run` closes it, after its ticket
 
-    def on_transfer(self, message: Any) -> None:
-        if isinstance(message, t.Pushed | t.PushFailed):
-            ticket = self._tickets.get(message.ticket_id)
-            if ticket is not None:
-                ticket.wire.put_nowait(message)
-        elif isinstance(message, t.TicketClosed):
-            ticket = self._tickets.get(message.ticket_id)
-            if ticket is not None and ticket.closed is not None and not ticket.closed.done():
-                ticket.closed.set_result(message.fenced)
-
     def on_transfer_lost(self) -> None:
-        """Its end lets go of our memory, so every ticket is over on this side.
-
-        A prompt that is computed can still be handed over; of one that is not, nobody knows which layers are done.
-        """
-        for ticket in self._tickets.values():
-            ticket.is_confirmed = not ticket.on_wire
-            ticket.on_wire = False
-            ticket.lose("the transfer process ended")
-            if ticket.closed is not None and not ticket.closed.done():
-                ticket.closed.set_result(False)
+        """A computed prompt can still be handed over; of one that is not, nobody knows which layers are done."""
+        super().on_transfer_lost()
         error = RequestError(ErrorCode.TRANSFER_FAILED, "the transfer process ended while the prompt was computed")
         for handoff in list(self._handoffs.values()):
             if handoff.block_ids and not handoff.drawn.is_set() and not handoff.ended.is_set():
                 self._core.spawn(self._core.fail(handoff.live, error), "fail")
 
     def on_transfer_restarted(self) -> None:
-        for seq_id, handoff in self._handoffs.items():
+        super().on_transfer_restarted()
+        for handoff in self._handoffs.values():
             if handoff.drawn.is_set():
-                blocks = handoff.block_ids
-                self._core.send_transfer(t.OpenSource(seq_id=seq_id, block_ids=blocks, ready_blocks=len(blocks)))
-
-    async def stop(self) -> None:
-        await self._peers.close()
+                self._open_computed(handoff)
 
     # --- one hand-off ---
 
@@ -150,6 +130,7 @@ class Writer(Role):
         live = handoff.live
         try:
             while True:
+                self._take_named(handoff)  # the first reader may have been lost while the request queued
                 try:
                     await self._attempt(handoff)
                     break
@@ -182,6 +163,9 @@ class Writer(Role):
         self._core.emit_event(handoff.live, "requested", side="writer", reader=ticket.reader.worker_id)
         async with asyncio.timeout(handoff.live.remaining_s(self._core.clock())):
             await self._core.transfer_up.wait()
+            if handoff.is_unreported:
+                await handoff.computed()
+                self._open_computed(handoff)
             committed = await Push(self._core, self._peers, self._leases, handoff, ticket).run()
         if not committed:
             await self._close_ticket(handoff, "token 1 ended the request")
@@ -192,49 +176,61 @@ class Writer(Role):
         handoff.ticket = None
         self._report(handoff, "committed", ticket)
 
+    def _open_computed(self, handoff: Handoff) -> None:
+        """A source whose blocks are all computed."""
+        blocks, handoff.is_unreported = handoff.block_ids, False
+        self._core.send_transfer(t.OpenSource(seq_id=handoff.live.seq_id, block_ids=blocks, ready_blocks=len(blocks)))
+
     # --- ends ---
 
     async def _ask_for_reader(self, handoff: Handoff, error: RequestError) -> bool:
-        """Report the loss; True once the router has named another reader."""
+        """Report the loss, unless the router has seen it first; True once it has named another reader."""
+        if not handoff.retarget.empty():
+            return True
         self._report(handoff, "failed", None, error)
         if not error.status.retryable:
             return False
         wait_s = min(RETARGET_WAIT_S, handoff.live.remaining_s(self._core.clock()))
         try:
-            request = await asyncio.wait_for(handoff.retarget.get(), wait_s)
+            self._go_to(handoff, await asyncio.wait_for(handoff.retarget.get(), wait_s))
         except TimeoutError:
             return False
+        return True
+
+    def _take_named(self, handoff: Handoff) -> None:
+        """Of the readers that the router has named and nobody has taken yet, the latest."""
+        while not handoff.retarget.empty():
+            self._go_to(handoff, handoff.retarget.get_nowait())
+
+    def _go_to(self, handoff: Handoff, request: worker_pb2.RetargetRequest) -> None:
         handoff.reader, handoff.attempt = request.reader, request.attempt
         handoff.live.request.attempt = request.attempt
         self._core.emit_event(handoff.live, "retargeted", reader=request.reader.worker_id)
-        return True
 
     async def _close_ticket(self, handoff: Handoff, reason: str) -> None:
-        """Stop and fence the open ticket, then tell the reader. The source's blocks are safe to reuse afterwards."""
-        ticket, handoff.ticket = handoff.ticket, None
+        """Stop and fence the open ticket, then tell the reader. The source's blocks are safe to reuse afterwards.
+
+        It goes on to its end whoever is cancelled meanwhile; a second caller waits for the first one's.
+        """
+        ticket = handoff.ticket
         if ticket is None:
             return
+        if ticket.closing is None:
+            ticket.closing = self._core.spawn(self._close(handoff, ticket, reason), "close-ticket")
+        await asyncio.shield(ticket.closing)
+
+    async def _close(self, handoff: Handoff, ticket: Ticket, reason: str) -> None:
         ticket.move(HandoffState.REVOKED, reason=reason)
         if ticket.on_wire:
             ticket.move(HandoffState.QUARANTINED)
-            ticket.is_confirmed = await self._fenced(ticket)
+            ticket.is_confirmed = await self._outbox.fenced(ticket)
         ticket.move(HandoffState.FREE)
         self._tickets.pop(ticket.ticket_id, None)
+        handoff.ticket = None
         if await self._tell_reader(ticket, reason) or ticket.is_confirmed:
             self._leases.drop(ticket)
         else:
             self._core.spawn(self._keep_telling(ticket, reason), "tell-reader")
-
-    async def _fenced(self, ticket: Ticket) -> bool:
-        """Whether nothing of the ticket can land at the reader any more; our own blocks are free either way."""
-        ticket.closed = asyncio.get_running_loop().create_future()
-        self._core.send_transfer(t.CloseTicket(ticket_id=ticket.ticket_id))
-        try:
-            return await asyncio.wait_for(asyncio.shield(ticket.closed), CLOSE_WAIT_S)
-        except TimeoutError:
-            _log.error("ticket %s is not fenced after %.0f s: ending the transfers", ticket.ticket_id, CLOSE_WAIT_S)
-            self._core.kill_transfer()
-            return False
 
     async def _tell_reader(self, ticket: Ticket, reason: str) -> bool:
         """True: the reader knows."""
@@ -247,7 +243,8 @@ class Writer(Role):
             writer_epoch=self._core.registration.epoch,
         )
         try:
-            await self._peers.stub(ticket.reader.address).CloseTicket(request, timeout=2.0)
+            reader = self._peers.stub(ticket.reader.address, ticket.reader.epoch)
+            await reader.CloseTicket(request, timeout=2.0)
         except grpc.aio.AioRpcError as exc:
             _log.info("reader %s was not told of closed ticket %s: %s", ticket.peer[0], ticket.ticket_id, exc.code())
             return False
@@ -272,12 +269,14 @@ class Writer(Role):
         if handoff.task is not None and handoff.task is not asyncio.current_task():
             handoff.task.cancel()
             await asyncio.wait([handoff.task], timeout=1)
+        if on_wire:
+            self._quarantines.hold(seq_id)
         self._core.send_engine(m.AbortSequence(seq_id=seq_id, quarantine=on_wire))
         await self._close_ticket(handoff, reason)
         if handoff.block_ids:
             self._core.send_transfer(t.CloseSource(seq_id=seq_id))
         if on_wire:
-            self._core.send_engine(m.Unquarantine(seq_id=seq_id))
+            self._quarantines.free(seq_id)
 
     def _report(self, handoff: Handoff, state: str, ticket: Ticket | None, error: RequestError | None = None) -> None:
         geometry = self._core.geometry
@@ -290,9 +289,6 @@ class Writer(Role):
                 error=None if error is None else to_error(error),
                 bytes=0 if ticket is None else ticket.num_bytes,
                 layers=sum(g.num_layers for g in geometry.groups),
-                transport=self._core.registration.transport,
+                transport=self._core.registration.transport if ticket is None else ticket.transport,
             ),
         )
-
-    def _fence_peer(self, peer: tuple[str, str]) -> None:
-        self._core.send_transfer(t.Fence(worker_id=peer[0], epoch=peer[1], forget=True))

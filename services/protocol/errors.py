@@ -41,7 +41,7 @@ class Status:
     http: int
     grpc: str  # name of a grpc.StatusCode
     type: str  # the OpenAI error type
-    retryable: bool = False  # by the router, on another worker, before the first streamed byte
+    retryable: bool = False  # by the router, on other workers
 
 
 STATUS: dict[ErrorCode, Status] = {

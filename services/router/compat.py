@@ -14,6 +14,7 @@ from typing import Any
 from kvstore.blocks import namespace_root
 from kvstore.errors import ConfigError
 from kvstore.geometry import KVGeometry
+from kvstore.transfer.several import first_common
 from services.protocol.proto import worker_pb2
 
 
@@ -91,6 +92,11 @@ class Member:
     worker_id: str
     kind: Kind
     transport: str = ""  # "" for a worker that hands nothing off
+    spares: tuple[str, ...] = ()  # transports that run beside it
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        return (self.transport, *self.spares) if self.transport else ()
 
 
 def refusals(members: Sequence[Member], model: str = "", tokenizer: str = "") -> dict[str, str]:
@@ -103,19 +109,29 @@ def refusals(members: Sequence[Member], model: str = "", tokenizer: str = "") ->
     reasons: dict[str, str] = {}
     reference: Member | None = None
     carrier: Member | None = None  # the reference for the transport
+    shared: tuple[str, ...] = ()  # transports that all have who hand off and are not refused
     for member in members:
         why = _not_ours(member, model, tokenizer)
         if not why and reference is not None:
             why = difference(reference.kind, member.kind, reference.worker_id, member.worker_id)
-        if not why and member.transport and carrier is not None and member.transport != carrier.transport:
-            there, here = carrier, member
-            why = f"transport differs: {there.transport} on {there.worker_id}, {here.transport} on {here.worker_id}"
+        if not why and member.transport and carrier is not None and not first_common(shared, member.transports):
+            there, here = (
+                f"{_either(shared)} on {carrier.worker_id}",
+                f"{_either(member.transports)} on {member.worker_id}",
+            )
+            why = f"transport differs: {there}, {here}"
         if why:
             reasons[member.worker_id] = why
             continue
         reference = reference or member
-        carrier = carrier or (member if member.transport else None)
+        if member.transport:
+            shared = tuple(x for x in shared if x in member.transports) if carrier else member.transports
+            carrier = carrier or member
     return reasons
+
+
+def _either(names: Sequence[str]) -> str:
+    return " or ".join(names)
 
 
 def _not_ours(member: Member, model: str, tokenizer: str) -> str:

@@ -18,6 +18,7 @@ from services.protocol.errors import ErrorCode, RequestError
 from services.protocol.model_card import ModelCard
 from services.router.breakdown import ttft_parts
 from services.router.cluster import cluster_dict
+from services.router.deps import Deps
 from services.router.discovery import Discovery, RedisSource, Source
 from services.router.fabric import FabricMeter
 from services.router.feed import Feed
@@ -25,7 +26,6 @@ from services.router.fleet import Fleet, FleetSettings
 from services.router.flow import Flow
 from services.router.links import GRACE_S, RouterIdentity
 from services.router.member import WorkerState
-from services.router.run import Deps
 from services.router.switchboard import Switchboard
 from services.router.text import context_tokens
 from services.router.timeline import Timeline, Timelines
@@ -66,7 +66,7 @@ class RouterCore:
             identity=self.identity, secret=config.secret, silence_s=max(stall_s - GRACE_S, GRACE_S)
         )
         self._fleet = Fleet(settings, self.view, self.metrics, clock)
-        fabric = FabricMeter(clock)
+        fabric = FabricMeter(clock, pulls=config.router.pull == "auto")
         self._switchboard = Switchboard(self._fleet.calls, self.timelines, fabric, self.metrics)
         self._fleet.deliveries = self._switchboard
         self._turns = 0

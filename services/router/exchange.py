@@ -1,11 +1,12 @@
 """One request's mailbox: what its workers send, put in order, until the flow takes it.
 
     attempt ─► tokens by choice and position ─► finished (stop | length), each choice by itself
-       ▲            └─ failure ─► the flow: retarget (tokens stay) or a new attempt (unsent tokens go) ─┐
-       └────────────────────────────────────────────────────────────────────────────────────────────────┘
+       ▲            └─ failure ─► the flow: retarget, or a new attempt that goes on behind the tokens that are here ─┐
+       └─────────────────────────────────────────────────────────────────────────────────────────────────────────────┘
 
-Each position of a choice is taken once. The buffer is bounded by the request's max_tokens, so Attach is drained however
-slow the client is. Only the event loop touches it; nothing here waits but `wait`.
+Each position of a choice is taken once, whichever attempt it comes from. The buffer is bounded by the request's
+max_tokens, so Attach is drained however slow the client is. Only the event loop touches it; nothing here waits but
+`wait`.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Exchange:
     clock: Callable[[], float]
     num_choices: int = 1
     prompt_ids: tuple[int, ...] = ()  # where its logprobs are wanted: nothing is given out before all of them are here
-    on_first_token: Callable[[], None] = lambda: None
+    on_first_token: Callable[[], None] = lambda: None  # of each attempt
     attempt: int = 0
     prefill_id: str = ""
     decode_id: str = ""  # "" where one worker does all
@@ -85,6 +86,8 @@ class Exchange:
     failure: Failure | None = None
     cached_tokens: int = 0
     last_token_s: float = 0.0
+    _is_computed: bool = False  # the prefill worker of this attempt has given a token
+    _is_resumed: bool = False  # this attempt goes on behind tokens of earlier ones
     _accepted: dict[str, set[int]] = field(default_factory=dict)  # worker id -> attempts whose messages count
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -94,13 +97,12 @@ class Exchange:
     # --- the flow ---
 
     def begin(self, attempt: int, prefill_id: str, decode_id: str) -> None:
-        """A new attempt. Only while nothing was taken: unsent tokens of the attempt before are dropped."""
-        assert self.taken == 0
+        """A new attempt, for what has not come yet; no message of an earlier one counts any more."""
         self.attempt, self.prefill_id, self.decode_id = attempt, prefill_id, decode_id
         self._accepted = {w: {attempt} for w in (prefill_id, decode_id) if w}
-        self.lanes = [Lane() for _ in range(self.num_choices)]
-        self.prompt_logprobs = []
-        self.committed, self.failure = False, None
+        self._is_computed = self.committed = False
+        self._is_resumed = bool(self.outputs)
+        self.failure = None
 
     def retarget(self, attempt: int, decode_id: str) -> None:
         """The same KV goes to another decode worker; what the prefill worker sent or still sends counts."""
@@ -114,6 +116,17 @@ class Exchange:
     def taken(self) -> int:
         """Tokens of all choices given to the client."""
         return sum(lane.taken for lane in self.lanes)
+
+    @property
+    def outputs(self) -> dict[int, tuple[int, ...]]:
+        """What has come of each choice that goes on; empty before the first token of any."""
+        going_on = {i: tuple(lane.tokens) for i, lane in enumerate(self.lanes) if not lane.is_over}
+        return going_on if any(lane.tokens for lane in self.lanes) else {}
+
+    @property
+    def has_prompt_logprobs(self) -> bool:
+        """They were asked for, and all of them are here."""
+        return bool(self.prompt_ids) and not self._lacks_prompt
 
     @property
     def is_finished(self) -> bool:
@@ -157,20 +170,25 @@ class Exchange:
             self._fail(ErrorCode.INTERNAL, f"choice {output.choice} of {self.num_choices} came", worker_id)
             self._wake.set()
             return
-        if output.position == 0 and output.token_ids and worker_id == self.prefill_id:
-            self.cached_tokens = output.cached_tokens
-            self.timeline.first_token_times(output.attempt, output.times, output.cached_tokens)
+        if output.token_ids and worker_id == self.prefill_id and not self._is_computed:
+            self._is_computed = True
             self.on_first_token()
+            if not self._is_resumed:
+                self.cached_tokens = output.cached_tokens
+                self.timeline.first_token_times(output.attempt, output.times, output.cached_tokens)
         if worker_id == self.decode_id:
             self.committed = True
             if output.HasField("times"):
                 self.timeline.decode_times(output.times)
         lane = self.lanes[output.choice]
         if not lane.is_over and self._put(lane, output) and output.finish_reason:
-            if output.finish_reason in FINISHED:
+            if output.finish_reason in FINISHED and output.position + len(output.token_ids) == len(lane.tokens):
                 lane.finish_reason = output.finish_reason
             else:
-                self._fail(ErrorCode.INTERNAL, f"{worker_id} ended with {output.finish_reason!r}", worker_id)
+                text = (
+                    f"{worker_id} ended with {output.finish_reason!r} at {output.position} of {len(lane.tokens)} tokens"
+                )
+                self._fail(ErrorCode.INTERNAL, text, worker_id)
         self._wake.set()
 
     def on_handoff(self, report: worker_pb2.HandoffReport) -> None:

@@ -7,8 +7,9 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Collection
 
 from services.protocol.errors import ErrorCode, RequestError
+from services.router.deps import Deps
 from services.router.plan import check, sampling_proto
-from services.router.run import Deps, Run
+from services.router.run import Run
 from services.router.timeline import FIRST_TOKEN, Timelines
 from services.router.types import RouterRequest, TokenEvent
 from services.router.view import RETRY_AFTER_S

@@ -6,6 +6,8 @@
         │                     └─────attached──────┘◄──────────── retries ─────────────┘
         └─ refused by the owner (another secret, an id in use): tried again, never attached
 
+A refused connection ends the grace at once: a worker listens as long as it lives.
+
 The stream's messages are numbered. A re-attach within the grace names the last number handled and goes on from there;
 after a loss everything starts over, since the requests of this worker were failed then.
 """
@@ -35,6 +37,7 @@ ACK_EVERY_S = 1.0
 DESCRIBE_TIMEOUT_S = 2.0
 RETRY_MIN_S, RETRY_MAX_S = 0.1, 1.0
 SILENT = "silent"
+REFUSED = "Connection refused"
 
 _log = logging.getLogger("pdray.router.links")
 
@@ -145,6 +148,8 @@ class Link:
             elif error != self.last_error:
                 _log.info("%s: %s", self.address, error)
             self.last_error = error
+            if self.state is LinkState.GRACE and REFUSED in error:
+                self._lose(f"{self.worker_id} is lost: nobody listens at {self.address}")
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 2, RETRY_MAX_S)
 

@@ -49,7 +49,7 @@ class Progress:
         if load.step != self.step or not busy or not self.was_busy:
             self.step, self.moved_s = load.step, now_s
         self.was_busy = busy
-        rate = load.prefill_tokens_per_s if role == "mixed" else 0.0  # its steps may hold a whole chunk of a prompt
+        rate = load.prefill_tokens_per_s  # its steps may hold a whole chunk of a prompt
         chunk_s = FULL_CHUNK_TOKENS / rate if rate else 0.0
         limit_s = max(self.limit_s, 3 * load.step_ms / 1000, 3 * chunk_s)
         self.is_stalled = load.stalled or now_s - self.moved_s > limit_s

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from kvstore.blocks import block_names
+from kvstore.blocks import block_names, extend_name
 from services.config import BudgetConfig
 from services.protocol.errors import ErrorCode, RequestError, invalid
 from services.protocol.proto import worker_pb2
@@ -14,7 +14,7 @@ from services.router.bookings import Booking
 from services.router.compat import Kind
 from services.router.fabric import FabricMeter
 from services.router.links import RouterIdentity
-from services.router.policy import Decision, Fabric, Prompt, Worker, capacity, choose, uncached_tokens
+from services.router.policy import Candidate, Decision, Fabric, Prompt, Worker, capacity, choose, uncached_tokens
 from services.router.types import RouterRequest, SamplingSpec
 from services.router.view import View
 
@@ -23,18 +23,40 @@ _U64 = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A request with its blocks named under one kind of worker; made once, and again only when the kind changes."""
+    """A request with its blocks named under one kind of worker; made once, and again only when the kind changes or
+    tokens of it have to be computed again."""
 
     request: RouterRequest
     kind: Kind
     root: bytes
-    names: list[bytes]
+    names: list[bytes]  # of the full blocks of prompt and outputs
+    outputs: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # by choice, from earlier attempts
+
+    @property
+    def num_choices(self) -> int:
+        """Those that go on."""
+        return len(self.outputs) or self.request.n
+
+    @property
+    def own(self) -> tuple[int, ...]:
+        """Outputs that are computed with the prompt; of several choices each computes its own later."""
+        return next(iter(self.outputs.values())) if len(self.outputs) == 1 else ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Whose KV is handed over: of the prompt, and of the outputs where one choice goes on."""
+        return len(self.request.prompt_ids) + len(self.own)
+
+    @property
+    def prompt_names(self) -> bytes:
+        """Names of the prompt's own full blocks, one after the other."""
+        return b"".join(self.names[: len(self.request.prompt_ids) // self.kind.block_size])
 
     @property
     def prompt(self) -> Prompt:
         """What the policy looks at."""
         return Prompt(
-            num_tokens=len(self.request.prompt_ids),
+            num_tokens=self.num_tokens,
             block_size=self.kind.block_size,
             token_bytes=self.kind.token_bytes,
             num_layers=self.kind.num_layers,
@@ -54,7 +76,13 @@ class Plan:
         """The decision for the timeline: choice, terms, and what else there was."""
         d = self.decision
         rows = [
-            {"prefill": c.prefill_id, "decode": c.decode_id, "cost_ms": round(c.terms.cost_ms, 3), **_rounded(c.terms)}
+            {
+                "prefill": c.prefill_id,
+                "decode": c.decode_id,
+                "cost_ms": round(c.terms.cost_ms, 3),
+                **_rounded(c.terms),
+                **({"holder": c.holder_id, "held_blocks": c.held_blocks} if c.holder_id else {}),
+            }
             for c in d.candidates
         ]
         return {"policy": d.policy, "predicted_ms": round(d.choice.terms.cost_ms, 3), "considered": d.considered,
@@ -78,10 +106,19 @@ def check(request: RouterRequest, max_model_len: int) -> None:
         )
 
 
-def name_prompt(request: RouterRequest, kind: Kind) -> Named:
-    """Costs about a microsecond per block."""
-    root = kind.root(request.salt)
-    return Named(request, kind, root, block_names(request.prompt_ids, kind.block_size, root))
+def name_prompt(request: RouterRequest, kind: Kind, outputs: Mapping[int, tuple[int, ...]] | None = None) -> Named:
+    """Costs about a microsecond per block. ``outputs``: of choices that go on, where some tokens have come already."""
+    named = Named(request, kind, kind.root(request.salt), [], outputs or {})
+    return replace(named, names=block_names((*request.prompt_ids, *named.own), kind.block_size, named.root))
+
+
+def names_after(named: Named, token_ids: Sequence[int]) -> list[bytes]:
+    """Names of the blocks that are full after the answer ``token_ids``; of its last token no KV exists."""
+    names, size = list(named.names), named.kind.block_size
+    tokens = (*named.request.prompt_ids, *token_ids)
+    for start in range(len(names) * size, len(tokens) - size, size):
+        names.append(extend_name(names[-1] if names else named.root, tokens[start : start + size]))
+    return names
 
 
 def plan(named: Named, view: View, fabric: FabricMeter, policy: tuple[str, int], avoid: Collection[str]) -> Plan | None:
@@ -110,7 +147,9 @@ def plan(named: Named, view: View, fabric: FabricMeter, policy: tuple[str, int],
     return Plan(
         prefill_id=chosen.prefill_id,
         decode_id=chosen.decode_id,
-        booking=_booking(named, by_id[chosen.prefill_id], by_id[chosen.decode_id or chosen.prefill_id]),
+        booking=_booking(
+            named, _after_pull(by_id[chosen.prefill_id], chosen), by_id[chosen.decode_id or chosen.prefill_id]
+        ),
         decision=decision,
     )
 
@@ -128,17 +167,38 @@ def plan_reader(named: Named, view: View, prefill_id: str, avoid: Collection[str
     return replace(_booking(named, writer, readers[decision.choice.decode_id]), prefill_tokens=0)
 
 
+def plan_here(named: Named, view: View, fabric: FabricMeter, avoid: Collection[str]) -> Plan | None:
+    """One worker that computes everything itself: a mixed one, else a decode worker; None: there is none.
+
+    Those in ``avoid`` come last: they may have failed as a half of a pair only.
+    """
+    workers = [w for w in view.candidates(named.names) if w.role != "prefill"]
+    groups = [[w for w in workers if w.role == role and (w.worker_id in avoid) is avoided]
+              for role in ("mixed", "decode") for avoided in (False, True)]  # fmt: skip
+    for group in groups:
+        alone = {w.worker_id: replace(w, role="mixed") for w in group}
+        decision = choose("cost", named.prompt, list(alone.values()), fabric.now())
+        if decision is not None:
+            w = alone[decision.choice.prefill_id]
+            booking = _booking(named, w, w)
+            return Plan(prefill_id=w.worker_id, decode_id="", booking=booking, decision=decision)
+    return None
+
+
 def to_proto(named: Named, identity: RouterIdentity, attempt: int, sampling: worker_pb2.Sampling) -> worker_pb2.Request:
     """The whole request as workers take it, but for `remaining_ms`, which is set when it is sent."""
-    request = named.request
+    request, outputs = named.request, named.outputs
+    several = [worker_pb2.ChoiceOutputs(choice=i, token_ids=ids) for i, ids in outputs.items()] if request.n > 1 else ()
     return worker_pb2.Request(
         request_id=request.request_id,
         attempt=attempt,
         router_id=identity.router_id,
         router_epoch=identity.epoch,
         prompt_ids=request.prompt_ids,
+        output_ids=outputs.get(0, ()) if request.n == 1 else (),
+        outputs=several,
         root_digest=named.root,
-        block_names=b"".join(named.names),
+        block_names=named.prompt_names,
         sampling=sampling,
         priority=request.priority,
         n=request.n,
@@ -179,14 +239,31 @@ def reader(view: View, worker_id: str) -> worker_pb2.Reader | None:
     return worker_pb2.Reader(worker_id=worker_id, epoch=entry.epoch, address=entry.registration.address)
 
 
+def source(view: View, choice: Candidate) -> worker_pb2.Source | None:
+    """Where the prefill worker loads KV from; None where nothing is to be loaded, or the holder is gone."""
+    entry = view.entry(choice.holder_id) if choice.holder_id else None
+    if entry is None:
+        return None
+    return worker_pb2.Source(
+        worker_id=choice.holder_id,
+        epoch=entry.epoch,
+        address=entry.registration.address,
+        blocks=choice.held_blocks,
+    )
+
+
 def deadline_s(request: RouterRequest, budget: BudgetConfig) -> float:
     """Monotonic second at which the request's whole budget is spent: the client's own, at most budget.total_s."""
     own = budget.total_s if request.budget_s is None else request.budget_s
     return request.received_s + min(own, budget.total_s)
 
 
+def _after_pull(p: Worker, choice: Candidate) -> Worker:
+    return replace(p, cached_blocks=max(p.cached_blocks, choice.held_blocks))
+
+
 def _booking(named: Named, p: Worker, d: Worker) -> Booking:
-    prompt, choices = named.prompt, named.request.n
+    prompt, choices = named.prompt, named.num_choices
     return Booking(
         prefill_id=p.worker_id,
         prefill_tokens=uncached_tokens(prompt, p.cached_blocks),

@@ -13,15 +13,17 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from services.protocol.errors import RequestError
-from services.protocol.handoff import ARROWS
+from services.protocol.handoff import ARROWS, HandoffState
 from services.protocol.proto import worker_pb2
 from services.router.calls import WorkerCalls
 from services.router.exchange import Exchange
 from services.router.fabric import FabricMeter
+from services.router.ladder import Rung
 from services.router.timeline import COMMITTED, Timelines
 from services.telemetry.metrics import RouterMetrics
 
 ARROW_NAMES = frozenset(ARROWS.values())
+RESENDING = ARROWS[HandoffState.VERIFYING, HandoffState.RECEIVING]
 MAX_ABORTS_REMEMBERED = 8192
 MAX_PENDING_ABORTS = 4096
 """Aborts kept for one worker that cannot be reached."""
@@ -71,12 +73,16 @@ class Switchboard:
             if event.name in ARROW_NAMES:
                 self._metrics.handoff_moves.labels(event.name, worker_id).inc()
             timeline = self._timelines.find(event.request_id)
+            if event.name == RESENDING and (live := self._live.get(event.request_id)) and live.prefill_id == worker_id:
+                self._metrics.rungs.labels(str(Rung.RESEND)).inc()
             if timeline is not None:
                 timeline.worker_event(worker_id, event)
         for output in message.outputs:
             self._output(worker_id, output)
         for report in message.handoffs:
             self._handoff(worker_id, report)
+        for pull in message.pulls:
+            self._fabric.observe_pull((pull.holder_id, worker_id), pull.bytes, pull.wire_ms)
 
     def fail_worker(self, worker_id: str, error: RequestError) -> None:
         """Every attempt that needs this worker is over."""
@@ -135,10 +141,12 @@ class Switchboard:
         timeline = self._timelines.find(report.request_id)
         if timeline is not None:
             timeline.handoff_report(report)
-            if report.state == COMMITTED and timeline.attempts:
+            if report.state == COMMITTED and timeline.attempts and not timeline.is_migrated:
                 decode_id = timeline.attempts[-1].decode
                 self._fabric.observe((worker_id, decode_id), report.bytes, *timeline.transfer)
         exchange = self._live.get(report.request_id)
+        if exchange is None and report.state != COMMITTED:
+            self.abort([worker_id], report.request_id, report.attempt, "the request is over")  # it keeps the KV for us
         if exchange is not None and exchange.accepts(worker_id, report.attempt):
             exchange.on_handoff(report)
 

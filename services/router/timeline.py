@@ -27,10 +27,11 @@ MAX_EVENTS = 512
 
 @dataclass(slots=True)
 class Attempt:
-    """One try: a submission, or the same KV handed to another decode worker (``retarget``)."""
+    """One try: a submission, the same KV handed to another decode worker (``retarget``), a stream that other workers
+    take over (``migrate``), or everything on one worker where KV could not be moved (``compute_here``)."""
 
     number: int
-    kind: str  # submit | retarget
+    kind: str  # submit | retarget | migrate | compute_here
     prefill: str  # worker id; of a mixed worker too
     decode: str  # "" where one worker does all
     at_us: int
@@ -128,7 +129,7 @@ class Timeline:
     def handoff_report(self, report: worker_pb2.HandoffReport) -> None:
         """How the hand-off ended. Comes after the end, too: the decode worker may be done before the report is here."""
         self.handoff = Handoff(report.state, report.transport, report.bytes, report.layers, report.error.message)
-        if report.state == COMMITTED and self._token_1_us is not None:
+        if report.state == COMMITTED and self._token_1_us is not None and not self.is_migrated:
             self._exposed_ms = (self.now_us() - self._token_1_us) / 1000
         self.note(f"handoff_{report.state}", attempt=report.attempt, bytes=report.bytes, layers=report.layers)
 
@@ -145,6 +146,11 @@ class Timeline:
         return None if done is None else done / 1000
 
     @property
+    def is_migrated(self) -> bool:
+        """Later hand-offs say nothing about token 1."""
+        return any(a.kind == "migrate" for a in self.attempts)
+
+    @property
     def transfer(self) -> tuple[float, float]:
         """Milliseconds that token 1 was computed for, and that the hand-off took beyond it."""
         return self.first_stages.compute_ms, self.first_stages.transfer_exposed_ms or self._exposed_ms
@@ -153,7 +159,7 @@ class Timeline:
         return self._since(self.clock())
 
     def points(self) -> Points:
-        submitted = [a for a in self.attempts if a.kind == "submit" and a.number <= (self._first_attempt or a.number)]
+        submitted = [a for a in self.attempts if a.kind != "retarget" and a.number <= (self._first_attempt or a.number)]
         first = self.marks.get(FIRST_BYTE, self.marks.get(FIRST_TOKEN))
         return Points(
             accept_us=self._mark_us(ACCEPT),

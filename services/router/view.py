@@ -152,6 +152,7 @@ class View:
                 e.worker_id, load.blocks_free + load.blocks_cached if load.blocks_total else e.registration.num_blocks
             ),
             num_blocks=e.registration.num_blocks,
+            transport=e.registration.transport,
         )
 
     def _judge(self) -> None:
@@ -160,7 +161,9 @@ class View:
             (e for e in self._entries.values() if e.link_state is not WorkerState.LOST), key=lambda e: e.order
         )
         members = [
-            Member(e.worker_id, e.kind, e.transport) for e in present if e.kind is not None and not e.own_refusal
+            Member(e.worker_id, e.kind, e.transport, tuple(e.registration.spare_transports))
+            for e in present
+            if e.kind is not None and not e.own_refusal
         ]
         reasons = refusals(members, self._model, self._tokenizer)
         for entry in present:

@@ -8,8 +8,13 @@ import platform
 import sys
 from dataclasses import dataclass
 
+from kvstore.transfer.devices import NO_NVLINK, why_no_rdma
+from services.transfer_config import TransferConfig
+
 MOONCAKE_LIBRARIES = {"libibverbs.so.1": "libibverbs1", "librdmacm.so.1": "librdmacm1", "libnuma.so.1": "libnuma1"}
 """Shared library → Debian's package. Mooncake's module does not import without them, whatever its wire."""
+INSTALL = "pip install 'pdray[mooncake]'"
+WAYS_OUT = "--transport tcp needs none of it, --allow-fallback goes on with what works and says so"
 CONTAINER = "run it in a Linux container with Python 3.11 or 3.12"
 
 
@@ -26,16 +31,18 @@ class System:
     machine: str  # x86_64, aarch64
     missing_libraries: tuple[str, ...]  # of MOONCAKE_LIBRARIES
     has_mooncake: bool  # its Python package is installed
+    no_rdma: str = ""  # why RDMA cannot work here; empty where it may
 
 
-def this_system() -> System:
-    """The facts of the machine and interpreter this runs on."""
+def this_system(rdma_devices: str = "") -> System:
+    """The facts of the machine and interpreter this runs on. ``rdma_devices``: those that are to be used."""
     return System(
         os_name=platform.system(),
         python=sys.version_info[:2],
         machine=platform.machine(),
         missing_libraries=tuple(name for name in MOONCAKE_LIBRARIES if not _loads(name)),
         has_mooncake=importlib.util.find_spec("mooncake") is not None,
+        no_rdma=why_no_rdma(rdma_devices),
     )
 
 
@@ -55,29 +62,33 @@ def apt_command(libraries: tuple[str, ...]) -> str:
 def refusal(system: System, transport: str) -> str:
     """Why pdray cannot start with this transport here, and the way out; empty where it can.
 
-    ``auto`` never needs Mooncake: it falls back to tcp.
+    ``auto`` never needs more than tcp.
     """
     if system.os_name != "Linux":
         return f"pdray needs Linux (memfd, parent-death signals), this is {system.os_name}: {CONTAINER}"
     if not (3, 11) <= system.python < (3, 13):
         version = ".".join(map(str, system.python))
         return f"pdray needs Python 3.11 or 3.12, this is {version}: make a new environment, or {CONTAINER}"
-    if transport != "mooncake":
+    return f"{reason}; {WAYS_OUT}" if (reason := _no_transport(system, transport)) else ""
+
+
+def _no_transport(system: System, transport: str) -> str:
+    if transport == "nvlink":
+        return f"transport nvlink cannot be used: {NO_NVLINK}"
+    if transport not in ("rdma", "mooncake"):
         return ""
+    if transport == "rdma" and system.no_rdma:
+        return f"transport rdma cannot be used: {system.no_rdma}"
     if not system.has_mooncake:
-        return (
-            f"transport mooncake is not installed (machine {system.machine}): "
-            "pip install 'pdray[mooncake]', or start with --transport tcp"
-        )
+        return f"transport {transport} needs mooncake, which is not installed (machine {system.machine}): {INSTALL}"
     if system.missing_libraries:
-        return (
-            f"transport mooncake needs {', '.join(system.missing_libraries)}: {apt_command(system.missing_libraries)} "
-            f"(as root), or start with --transport tcp, or {CONTAINER}"
-        )
+        command = apt_command(system.missing_libraries)
+        return f"transport {transport} needs {', '.join(system.missing_libraries)}: {command} (as root), or {CONTAINER}"
     return ""
 
 
-def check_system(transport: str) -> None:
-    """Raise StartError where this machine cannot run pdray with this transport."""
-    if reason := refusal(this_system(), transport):
+def check_system(config: TransferConfig) -> None:
+    """Raise StartError where this machine cannot run pdray with the transport that is asked for."""
+    transport = "auto" if config.allow_fallback else config.wanted
+    if reason := refusal(this_system(config.device), transport):
         raise StartError(reason)

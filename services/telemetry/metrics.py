@@ -47,7 +47,11 @@ WORKER_COUNTERS: dict[str, str] = {
     "tokens_recomputed": "Tokens forwarded again after a preemption or a failure.",
     "preemptions": "Sequences preempted for want of blocks.",
     "output_mispredictions": "Sequences that outgrew what admission had set aside for their output.",
+    "loads_failed": "Loads of KV from peers and tiers that brought less than was offered.",
     "admissions_held_back": "Sequences that would have started but for the admission watermark.",
+    "pulls": "Times that KV of a prompt was asked of another worker.",
+    "pulls_failed": "Of them those that brought nothing, so that the prompt was computed.",
+    "pulled_blocks": "KV blocks that other workers wrote here for a prompt, verified.",
 }
 BLOCK_STATES = ("free", "used", "cached", "reserved", "quarantined")
 
@@ -78,6 +82,8 @@ class WorkerCollector(Collector):
                 counter.add_metric((s.role, s.worker), float(getattr(s.load, name)))
             yield counter
         yield self._blocks(samples)
+        yield self._cached_by_source(samples)
+        yield self._transfer_failures(samples)
 
     @staticmethod
     def _blocks(samples: Sequence[WorkerSample]) -> Metric:
@@ -90,6 +96,30 @@ class WorkerCollector(Collector):
             for state in BLOCK_STATES:
                 blocks.add_metric((s.role, s.worker, state), float(getattr(s.load, f"blocks_{state}")))
         return blocks
+
+    @staticmethod
+    def _cached_by_source(samples: Sequence[WorkerSample]) -> Metric:
+        cached = CounterMetricFamily(
+            "pdray_worker_cached_tokens",
+            "Prompt tokens whose KV was there before the request, by where: device, peer, or a tier's name.",
+            labels=("role", "worker", "source"),
+        )
+        for s in samples:
+            for source, count in sorted(s.load.cached_by_source.items()):
+                cached.add_metric((s.role, s.worker, source), float(count))
+        return cached
+
+    @staticmethod
+    def _transfer_failures(samples: Sequence[WorkerSample]) -> Metric:
+        failures = CounterMetricFamily(
+            "pdray_worker_transfer_failures",
+            "What failed in transfers of KV, by stage: connect, submit, completion, close, extent, process or plan.",
+            labels=("role", "worker", "kind"),
+        )
+        for s in samples:
+            for kind, count in sorted(s.load.transfer_failures.items()):
+                failures.add_metric((s.role, s.worker, kind), float(count))
+        return failures
 
 
 class RouterMetrics:
@@ -143,6 +173,12 @@ class RouterMetrics:
             "pdray_retries",
             "New attempts on other workers, by the error that caused them.",
             ["code"],
+            registry=registry,
+        )
+        self.rungs = Counter(
+            "pdray_rungs",
+            "What was tried after failures: resend, retarget, retry, migrate, compute_here; fail: nothing was left.",
+            ["rung"],
             registry=registry,
         )
         self.retargets = Counter("pdray_retargets", "Hand-offs sent to another decode worker.", registry=registry)

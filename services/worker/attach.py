@@ -37,6 +37,7 @@ class _Outbox:
     stream: object | None = None  # token of the stream that is attached now
     sent: int = 0  # highest number given to that stream
     detached_s: float = 0.0
+    is_load_due: bool = False
 
 
 class AttachHub:
@@ -73,11 +74,21 @@ class AttachHub:
         self._box(router).pending.handoffs.append(report)
         self._touch(router)
 
+    def add_pull(self, router: RouterKey, report: worker_pb2.PullReport) -> None:
+        self._box(router).pending.pulls.append(report)
+        self._touch(router)
+
     def announce(self) -> None:
         """Send the registration again, to every router: it changed."""
         for router in list(self._outboxes):
             self._outboxes[router].pending.registration.CopyFrom(self._registration())
             self._touch(router)
+
+    def tell_load(self) -> None:
+        """Send the load now: it changed, and nothing else may be said for a while."""
+        for box in self._outboxes.values():
+            box.is_load_due = True
+            box.wake.set()
 
     def flush(self) -> None:
         """Number and release everything added so far: once a step, so that a step is one message for each router."""
@@ -120,7 +131,9 @@ class AttachHub:
                 if self._closed:
                     break
                 box.wake.clear()
-                if not await _wait(box.wake, LOAD_EVERY_S):
+                is_woken = box.is_load_due or await _wait(box.wake, LOAD_EVERY_S)
+                if box.is_load_due or not is_woken:
+                    box.is_load_due = False
                     tick = worker_pb2.WorkerMessage()
                     self._stamp(tick)
                     yield tick

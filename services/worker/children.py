@@ -13,11 +13,12 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from kvstore.errors import TransportUnavailable
+from kvstore.errors import FailureKind, TransportUnavailable
 from kvstore.process import Child
 from kvstore.tensors import KVMemory
 from kvstore.transfer import messages as t
 from kvstore.transfer.client import TransferClient
+from kvstore.transfer.options import ORDER
 from services import config as settings
 from services.config import ServeConfig
 from services.engine import messages as m
@@ -79,7 +80,8 @@ class Children:
         settings.set_mooncake_environment(c, mooncake)
         start = t.Start(
             geometry=self._core.geometry.to_dict(),
-            transport=self._core.registration.transport or c.transport,
+            transport=self._transport_name(),
+            allow_fallback=c.allow_fallback,
             protocol=c.protocol,
             device=c.device,
             host=self._config.worker.host,
@@ -95,7 +97,7 @@ class Children:
                 memory.fd,
                 progress.fileno(),
                 start,
-                self._core.role.on_transfer,
+                self._core.on_transfer,
                 self._on_transfer_exit,
                 mooncake,
             )
@@ -105,8 +107,16 @@ class Children:
         self._core.send_transfer = client.send
         self._core.kill_transfer = client.kill
         self._core.registration.transport = started.transport
+        self._core.registration.spare_transports[:] = started.spares
         if started.note:
+            self._core.registration.transport_note = started.note
             _log.warning("%s", started.note)
+
+    def _transport_name(self) -> str:
+        """What is asked for; once this worker is registered, what it was registered with."""
+        wanted = self._config.transfer.wanted
+        has_choice = wanted == "auto" or wanted in ORDER
+        return (self._core.registration.transport if has_choice else "") or wanted
 
     async def _start_engine(self, memory: KVMemory, progress: socket.socket) -> None:
         self._engine_ready = asyncio.get_running_loop().create_future()
@@ -117,6 +127,7 @@ class Children:
             dtype=core.registration.fingerprint.dtype,
             max_model_len=core.registration.max_model_len,
             engine=self._config.engine,
+            tier=self._config.tier,
             geometry=core.geometry,
             trust_remote_code=self._config.model.trust_remote_code,
         )
@@ -155,6 +166,7 @@ class Children:
         if self._stopping or self._transfer is None:
             return
         _log.error("the transfer process ended with code %d", code)
+        self._core.transfer_failures[FailureKind.PROCESS] += 1
         self._transfer = None
         self._core.send_transfer = lambda _message: None
         self._core.transfer_up.clear()

@@ -13,11 +13,14 @@ import asyncio
 import json
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Collection
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from kvstore.errors import FailureKind
 from kvstore.geometry import KVGeometry
+from kvstore.transfer import messages as t
+from kvstore.transfer.several import first_common
 from services.config import ServeConfig
 from services.engine import messages as m
 from services.protocol.errors import ErrorCode, RequestError
@@ -25,7 +28,7 @@ from services.protocol.proto import worker_pb2
 from services.worker.attach import AttachHub, RouterKey
 from services.worker.live import LiveRequest, LiveRequests
 from services.worker.role import Role
-from services.worker.translate import to_error, to_output
+from services.worker.translate import to_error, to_load, to_output
 
 _log = logging.getLogger("pdray.worker")
 
@@ -44,6 +47,7 @@ class WorkerCore:
         self.registration = registration
         self.clock = clock
         self.stats = m.Stats()
+        self.transfer_failures: Counter[str] = Counter()  # by kvstore.errors.FailureKind
         self.requests = LiveRequests(clock)
         self.hub = AttachHub(self._registration, self.load, self._router_lost, clock)
         self.send_engine: Callable[[Any], None] = _not_started
@@ -54,6 +58,7 @@ class WorkerCore:
         self.geometry = KVGeometry.from_dict(json.loads(registration.fingerprint.geometry_json))
         self.on_blocks: Callable[[list[bytes], list[bytes]], None] = lambda _stored, _removed: None
         self.draining = False
+        self.pulls = self.pulls_failed = self.pulled_blocks = 0  # of KV that this worker asked others for
         self.last_progress_s = clock()
         self.longest_step_s = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -67,31 +72,12 @@ class WorkerCore:
 
     def load(self) -> worker_pb2.Load:
         """The engine's last statistics, as routers see them."""
-        s = self.stats
-        return worker_pb2.Load(
-            step=s.step,
-            running=s.running,
-            waiting=s.waiting,
-            waiting_prefill_tokens=s.waiting_prefill_tokens,
-            blocks_total=s.blocks_total,
-            blocks_free=s.blocks_free,
-            blocks_used=s.blocks_used,
-            blocks_cached=s.blocks_cached,
-            blocks_reserved=s.blocks_reserved,
-            blocks_quarantined=s.blocks_quarantined,
-            prompt_tokens_computed=s.prompt_tokens_computed,
-            prompt_tokens_cached=s.prompt_tokens_cached,
-            tokens_generated=s.tokens_generated,
-            prefill_tokens_per_s=s.prefill_tokens_per_s,
-            step_ms=s.step_ms,
-            tokens_forwarded=s.tokens_forwarded,
-            tokens_recomputed=s.tokens_recomputed,
-            decode_tokens_forwarded=s.decode_tokens_forwarded,
-            preemptions=s.preemptions,
-            kv_unused_tokens=s.kv_unused_tokens,
-            kv_unwritten_blocks=s.kv_unwritten_blocks,
-            output_mispredictions=s.output_mispredictions,
-            admissions_held_back=s.admissions_held_back,
+        return to_load(
+            self.stats,
+            transfer_failures=self.transfer_failures,
+            pulls=self.pulls,
+            pulls_failed=self.pulls_failed,
+            pulled_blocks=self.pulled_blocks,
             stalled=self.stalled(),
         )
 
@@ -102,6 +88,18 @@ class WorkerCore:
         limit_s = max(self.config.worker.stall_s, 3 * self.longest_step_s, 3 * predicted_s)
         return self.clock() - self.last_progress_s > limit_s
 
+    def choose_transport(self, theirs: str, spares: Sequence[str]) -> str:
+        """What a writer that has these comes by. Raises RequestError, naming both lists, where we have none of them."""
+        there = (theirs, *spares)
+        here = (self.registration.transport, *self.registration.spare_transports)
+        if chosen := first_common(there, here):
+            return chosen
+        raise RequestError(
+            ErrorCode.INCOMPATIBLE_WORKERS,
+            f"prefill and decode worker differ in transport: {' or '.join(map(repr, there))} there, "
+            f"{' or '.join(map(repr, here))} here",
+        )
+
     # --- from routers ---
 
     async def submit(self, request: worker_pb2.SubmitRequest) -> None:
@@ -110,6 +108,8 @@ class WorkerCore:
             raise RequestError(ErrorCode.WORKER_LOST, f"worker {self.registration.worker_id} is draining")
         self.check_fits(request.request)
         live = self.requests.open(request.request)
+        live.computes_here = request.compute_here
+        live.source = request.source if request.HasField("source") else None
         try:
             await self.role.submit(live, request.reader if request.HasField("reader") else None)
         except RequestError:
@@ -122,9 +122,11 @@ class WorkerCore:
         length = len(request.prompt_ids)
         if not length:
             raise RequestError(ErrorCode.INVALID_REQUEST, "the prompt has no tokens")
+        length += max((len(o.token_ids) for o in request.outputs), default=len(request.output_ids))
         if length >= limit:
             raise RequestError(
-                ErrorCode.CONTEXT_LENGTH_EXCEEDED, f"the prompt has {length} tokens, this worker takes {limit - 1}"
+                ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+                f"there are {length} tokens before the next one, this worker takes {limit - 1}",
             )
 
     async def drop_choices(self, request_id: str, attempt: int, choices: Collection[int]) -> None:
@@ -196,9 +198,21 @@ class WorkerCore:
             future = self._steps.popleft()
             if not future.done():
                 future.set_result(message.json)
+        elif isinstance(message, m.LoadEnded):
+            self._on_load(message)
         else:
             self.role.on_engine(message)
         self.last_progress_s = self.clock()
+
+    def on_transfer(self, message: Any) -> None:
+        """Any message of the transfer child after Started; failures are counted here, whatever becomes of them."""
+        if isinstance(message, t.TransfersFailed):
+            self.transfer_failures[message.kind] += message.count
+            _log.warning("%d× %s failed towards %s %s", message.count, message.kind, message.worker_id, message.message)
+            return
+        if isinstance(message, t.Verified) and message.bad:
+            self.transfer_failures[FailureKind.EXTENT] += len(message.bad)
+        self.role.on_transfer(message)
 
     async def steps(self, last: int) -> str:
         """The engine's last steps as JSON; waits for the end of the step under way, 5 s at most."""
@@ -251,12 +265,15 @@ class WorkerCore:
         now = self.clock()
         if done.stats.step > self.stats.step:
             self.longest_step_s = max(self.longest_step_s * 0.99, min(now - self.last_progress_s, 60.0))
+        is_news = done.stats != self.stats and not (done.outputs or done.stats.running or done.stats.waiting)
         self.stats = done.stats
         for output in done.outputs:
             self._on_output(output)
         if done.stored or done.removed:
             self.on_blocks([name for name, _parent in done.stored], list(done.removed))
         self.hub.flush()
+        if is_news:
+            self.hub.tell_load()  # what an abort or a fence freed is seen at once, though no step follows
 
     def _on_output(self, output: m.SequenceOutput) -> None:
         live = self.requests.get(output.seq_id)
@@ -275,6 +292,18 @@ class WorkerCore:
         if self.role.on_output(live, output):
             self.emit_event(live, "finished", reason=output.finish_reason, tokens=live.tokens)
             self.requests.close(live.seq_id)
+
+    def _on_load(self, ended: m.LoadEnded) -> None:
+        live = self.requests.get(ended.seq_id)
+        if live is not None:
+            self.emit_event(
+                live,
+                "kv_loaded",
+                source=ended.source,
+                blocks=ended.count,
+                wanted_blocks=ended.wanted,
+                duration_ms=round(ended.duration_ms, 3),
+            )
 
     def _router_lost(self, router: RouterKey) -> None:
         for live in self.requests.of_router(router):

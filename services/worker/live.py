@@ -23,14 +23,19 @@ class LiveRequest:
     seq_id: str = ""
     first_output_s: float = 0.0
     started_s: float = 0.0  # decode: verified
+    source: worker_pb2.Source | None = None  # a worker that holds leading blocks of the prompt
+    kv_load_ms: float = 0.0  # waited for it
     emitted: dict[int, int] = field(default_factory=dict)  # choice -> output tokens so far
     num_prompt_tokens: int = field(init=False, default=0)
     open_choices: set[int] = field(init=False, default_factory=set)  # that have not ended on this worker
+    num_drawn: int = field(init=False, default=0)  # choices of this attempt; others ended in an earlier one
+    computes_here: bool = False  # a decode worker that computes the prompt itself, since every other way has failed
 
     def __post_init__(self) -> None:
         self.seq_id = f"{self.request.request_id}.{self.request.attempt}"
         self.num_prompt_tokens = len(self.request.prompt_ids)
-        self.open_choices = set(range(self.num_choices))
+        self.open_choices = {o.choice for o in self.request.outputs} or set(range(self.num_choices))
+        self.num_drawn = len(self.open_choices)
 
     @property
     def num_choices(self) -> int:

@@ -45,6 +45,13 @@ class Role:
     def lease(self, request: worker_pb2.LeaseRequest) -> worker_pb2.LeaseReply:
         raise self._refuse("give leases")
 
+    # From a worker that has a prompt of which this one holds leading blocks.
+    async def pull(self, request: worker_pb2.PullRequest) -> worker_pb2.PullReply:
+        raise self._refuse("lend KV")
+
+    async def end_pull(self, request: worker_pb2.EndPullRequest) -> worker_pb2.EndPullReply:
+        raise self._refuse("lend KV")
+
     # From the children.
     def on_engine(self, message: Any) -> None:
         """Any message but StepDone."""

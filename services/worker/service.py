@@ -76,6 +76,12 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
         return await _answer(context, call)
 
+    async def Pull(self, request: worker_pb2.PullRequest, context: Any) -> worker_pb2.PullReply:
+        return await _answer(context, lambda: self._core.role.pull(request))
+
+    async def EndPull(self, request: worker_pb2.EndPullRequest, context: Any) -> worker_pb2.EndPullReply:
+        return await _answer(context, lambda: self._core.role.end_pull(request))
+
     async def Steps(self, request: worker_pb2.StepsRequest, context: Any) -> worker_pb2.StepsReply:
         async def call() -> worker_pb2.StepsReply:
             try:

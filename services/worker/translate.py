@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from services.engine import messages as m
 from services.protocol.errors import RequestError
 from services.protocol.grammar import GrammarSpec
@@ -13,18 +15,23 @@ def to_error(error: RequestError) -> worker_pb2.Error:
     return worker_pb2.Error(code=str(error.code), message=error.message, retryable=error.status.retryable)
 
 
-def to_sequence(live: LiveRequest, *, hand_off: bool, tells_prompt: bool = True) -> m.AddSequence:
-    """The request as the engine takes it. ``tells_prompt``: logprobs of the prompt are this worker's to tell."""
+def to_sequence(
+    live: LiveRequest, *, hand_off: bool, tells_prompt: bool = True, offered_blocks: int = 0
+) -> m.AddSequence:
+    """The request as the engine takes it. ``tells_prompt``: logprobs of the prompt are this worker's to tell;
+    ``offered_blocks``: leading ones that a peer could write here."""
     r, names = live.request, live.request.block_names
     return m.AddSequence(
         seq_id=live.seq_id,
         prompt_ids=tuple(r.prompt_ids),
         output_ids=tuple(r.output_ids),
+        outputs=tuple((o.choice, tuple(o.token_ids)) for o in r.outputs),
         block_names=tuple(names[i : i + 16] for i in range(0, len(names), 16)),
         root=r.root_digest,
         hand_off=hand_off,
         priority=r.priority,
         n=live.num_choices,
+        offered_blocks=offered_blocks,
         sampling=_sampling(r.sampling, tells_prompt=tells_prompt),
     )
 
@@ -77,4 +84,36 @@ def to_output(live: LiveRequest, output: m.SequenceOutput, times: worker_pb2.Sta
         logprobs=[to_logprobs(x) for x in output.logprobs],
         prompt_start=output.prompt_start,
         prompt_logprobs=[to_logprobs(x) for x in output.prompt_logprobs],
+    )
+
+
+def to_load(stats: m.Stats, **others: Any) -> worker_pb2.Load:
+    """The engine's statistics as routers see them; ``others``: what the worker counts itself."""
+    return worker_pb2.Load(
+        step=stats.step,
+        running=stats.running,
+        waiting=stats.waiting,
+        waiting_prefill_tokens=stats.waiting_prefill_tokens,
+        blocks_total=stats.blocks_total,
+        blocks_free=stats.blocks_free,
+        blocks_used=stats.blocks_used,
+        blocks_cached=stats.blocks_cached,
+        blocks_reserved=stats.blocks_reserved,
+        blocks_quarantined=stats.blocks_quarantined,
+        prompt_tokens_computed=stats.prompt_tokens_computed,
+        prompt_tokens_cached=stats.prompt_tokens_cached,
+        tokens_generated=stats.tokens_generated,
+        prefill_tokens_per_s=stats.prefill_tokens_per_s,
+        step_ms=stats.step_ms,
+        tokens_forwarded=stats.tokens_forwarded,
+        tokens_recomputed=stats.tokens_recomputed,
+        decode_tokens_forwarded=stats.decode_tokens_forwarded,
+        preemptions=stats.preemptions,
+        kv_unused_tokens=stats.kv_unused_tokens,
+        kv_unwritten_blocks=stats.kv_unwritten_blocks,
+        output_mispredictions=stats.output_mispredictions,
+        admissions_held_back=stats.admissions_held_back,
+        loads_failed=stats.loads_failed,
+        cached_by_source=dict(stats.cached_by_source),
+        **others,
     )

@@ -155,7 +155,7 @@ def requirements() -> list[Requirement]:
     extras = project()["project"]["optional-dependencies"]
     lines = [
         *project()["project"]["dependencies"],
-        *(line for name in extras if name != "gpu" for line in extras[name]),
+        *(line for name in extras if name != "mooncake-cuda" for line in extras[name]),
     ]
     return [Requirement(line) for line in lines]
 

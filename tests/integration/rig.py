@@ -44,6 +44,8 @@ class Cluster:
     mixed: int = 0
     settings: dict[str, Any] = field(default_factory=dict)  # dotted names, as in services.config.load
     worker_settings: dict[str, dict[str, Any]] = field(default_factory=dict)  # by worker id, e.g. "prefill-0"
+    hosts: dict[str, str] = field(default_factory=dict)  # by worker id, where it is not loopback
+    wrappers: dict[str, list[str]] = field(default_factory=dict)  # by worker id: a command that runs another
     redis_url: str = "none"
     check_decode_computes_nothing: bool = True
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
@@ -59,7 +61,7 @@ class Cluster:
         names = [f"{role}-{i}" for role in ("prefill", "decode", "mixed") for i in range(getattr(self, role))]
         ports = free_ports(len(names) + 2)
         self.http_port, self.grpc_port = ports[-2:]
-        self.addresses = {n: f"127.0.0.1:{p}" for n, p in zip(names, ports, strict=False)}
+        self.addresses = {n: f"{self.hosts.get(n, '127.0.0.1')}:{p}" for n, p in zip(names, ports, strict=False)}
         for name in names:
             self.start_worker(name)
         self.start_router()
@@ -73,8 +75,9 @@ class Cluster:
 
     def start_worker(self, name: str) -> None:
         role = name.split("-")[0]
-        port = int(self.addresses[name].rpartition(":")[2])
-        config = self._config({"worker.port": port, **self.worker_settings.get(name, {})})
+        host, _, port = self.addresses[name].rpartition(":")
+        place = {"worker.host": host, "worker.port": int(port)}
+        config = self._config({**place, **self.worker_settings.get(name, {})})
         module = "services.prefill" if role == "prefill" else "services.decode"
         self._spawn(name, [module, "--role", role, "--worker-id", name], config)
 
@@ -191,9 +194,10 @@ class Cluster:
         return path
 
     def _spawn(self, name: str, arguments: list[str], config: Path) -> None:
+        wrapper = self.wrappers.get(name, [])
         with open(self.folder / f"{name}.log", "ab") as log:
             self.processes[name] = subprocess.Popen(
-                [sys.executable, "-m", *arguments, "--config", str(config), "--model", str(self.model)],
+                [*wrapper, sys.executable, "-m", *arguments, "--config", str(config), "--model", str(self.model)],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},

@@ -38,7 +38,7 @@ async def test_it_says_which_transport_it_runs(side: Side) -> None:
 
 
 async def test_auto_means_mooncake_where_it_can_be_guarded(side: Side) -> None:
-    assert await side.start("auto") == m.Started(pid=side.client.pid, transport="mooncake")
+    assert await side.start("auto") == m.Started(pid=side.client.pid, transport="mooncake", spares=("tcp",))
 
 
 async def test_a_transport_that_cannot_run_is_named_and_leaves_no_process(side: Side) -> None:

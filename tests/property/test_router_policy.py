@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -100,6 +101,51 @@ def test_the_choice_is_the_cheapest_of_all_options_in_any_order(
     assert costs[chosen.prefill_id, chosen.decode_id] <= min(costs.values()) * (1 + 1e-9) + 1e-6
     rng.shuffle(workers)
     assert choose("cost", prompt, workers, fabric) == decision
+
+
+def cost_with_pull(prompt: Prompt, p: Worker, d: Worker, holder: Worker, fabric: Fabric) -> float:
+    """The formula again for a worker that is as deep as the holder, after the time that loading takes."""
+    assert fabric.pull_setup_ms is not None
+    full = (prompt.num_tokens - 1) // prompt.block_size
+    gained = min(full, holder.cached_blocks) - min(full, p.cached_blocks)
+    rate = fabric.measured.get((holder.worker_id, p.worker_id), fabric.default_bytes_per_s)
+    load_s = gained * prompt.block_size * prompt.token_bytes / rate
+    after = replace(p, cached_blocks=holder.cached_blocks)
+    return fabric.pull_setup_ms + 1000 * load_s + naive_cost(prompt, after, d, fabric)
+
+
+@untimed
+@given(prompts, clusters(), fabrics, st.floats(0, 500), st.randoms(use_true_random=False))
+def test_kv_is_loaded_from_whomever_makes_the_choice_cheapest(
+    prompt: Prompt, workers: list[Worker], fabric: Fabric, setup_ms: float, rng: random.Random
+) -> None:
+    fabric = replace(fabric, pull_setup_ms=setup_ms)
+    full = (prompt.num_tokens - 1) // prompt.block_size
+    costs: dict[tuple[str, str, str], float] = {}
+    for p, d in naive_options(prompt, workers):
+        pair = p.worker_id, "" if p is d else d.worker_id
+        costs[*pair, ""] = naive_cost(prompt, p, d, fabric)
+        for holder in workers if p is not d else ():
+            if holder is not p and min(full, holder.cached_blocks) > min(full, p.cached_blocks):
+                costs[*pair, holder.worker_id] = cost_with_pull(prompt, p, d, holder, fabric)
+    decision = choose("cost", prompt, workers, fabric)
+    assert (decision is None) == (not costs)
+    if decision is None:
+        return
+    chosen = decision.choice
+    cost = costs[chosen.prefill_id, chosen.decode_id, chosen.holder_id]
+    assert chosen.terms.cost_ms == pytest.approx(cost, rel=1e-6, abs=1e-6)
+    assert cost <= min(costs.values()) * (1 + 1e-9) + 1e-6
+    if chosen.holder_id:  # it is faster than computing, not only cheaper after the hand-off
+        computed_ms = 1000 * uncached_tokens(prompt, prefill_of(workers, chosen.prefill_id).cached_blocks)
+        computed_ms /= prefill_of(workers, chosen.prefill_id).prefill_tokens_per_s
+        assert chosen.terms.load_ms + chosen.terms.compute_ms < computed_ms
+    rng.shuffle(workers)
+    assert choose("cost", prompt, workers, fabric) == decision
+
+
+def prefill_of(workers: list[Worker], worker_id: str) -> Worker:
+    return next(w for w in workers if w.worker_id == worker_id)
 
 
 @untimed

@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvstore.blocks import block_names, namespace_root
@@ -29,6 +29,7 @@ from services.engine_config import DEFAULT_ENGINE, EngineConfig
 VOCAB = 50
 MODEL_LEN = 200
 KINDS = ["whole", "whole", "hand-off", "reserve", "reserve-lost"]
+LOADS = ["whole", "part", "none", "fence", "abort", "abort-fence"]  # what becomes of a load from a peer
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class Scenario:
     max_seqs: int
     seed: int
     kinds: tuple[str, ...]  # of each request: whole, hand-off, reserve, reserve-lost
+    offers: bool = False  # peers offer leading blocks
+    resumes: bool = False  # choices bring outputs of their own along
     rules: EngineConfig = DEFAULT_ENGINE
     prefix_cache: bool = True
     eviction: str = "lru"
@@ -73,6 +76,7 @@ class World:
     tokens: dict[str, list[int]] = field(default_factory=dict)  # what each sequence gave
     ends: dict[str, str] = field(default_factory=dict)
     dropped: set[str] = field(default_factory=set)  # choices that were not wanted to their end
+    started: set[str] = field(default_factory=set)
     tally: Tally = field(default_factory=Tally)
 
     @classmethod
@@ -114,6 +118,14 @@ class World:
                 priority=self.random.choice([0, 0, 0, 1]),
                 n=1 if outputs else self.random.choice([1, 1, 2, 5]),
             )
+            if self.scenario.offers and not kind.startswith("reserve"):
+                message = dataclasses.replace(message, offered_blocks=self.random.choice([0, 1, 2, 100]))
+            if self.scenario.resumes and message.n > 1:
+                most_given = min(6, sampling.max_tokens - 1)
+                given = [
+                    self.random.choices(range(VOCAB), k=self.random.randint(0, most_given)) for _ in range(message.n)
+                ]
+                message = dataclasses.replace(message, outputs=tuple((i, tuple(ids)) for i, ids in enumerate(given)))
             found.append((self.random.randint(1, 20), kind, message))
         return found
 
@@ -161,6 +173,29 @@ class World:
         for position in range(seq.num_named_blocks * self.scenario.block_size, seq.num_given_tokens):
             self.slots[self.slot(seq, position)] = self.digest(seq, position)
 
+    def peer_loads(self, seq: Sequence, num_blocks: int) -> None:
+        """A source fills the first blocks that the sequence waits for; the rest holds rubbish."""
+        size = self.scenario.block_size
+        first = seq.num_named_blocks * size
+        for position in range(first, first + seq.load_blocks * size):
+            is_right = position < first + num_blocks * size
+            self.slots[self.slot(seq, position)] = self.digest(seq, position) if is_right else -1
+
+    def load_ends(self, seq_id: str, how: str, now: int) -> None:
+        seq = self.scheduler.roster.loading.get(seq_id)
+        if seq is None:
+            return
+        count = {"whole": seq.load_blocks, "part": self.random.randint(0, seq.load_blocks)}.get(how, 0)
+        self.peer_loads(seq, count)
+        if how.endswith("fence"):
+            self.fenced_blocks[seq_id] = set(seq.block_ids)
+            self.due.append((now + 5, "fence", seq_id))
+        if how.startswith("abort"):
+            self.take(self.scheduler.abort(seq_id, quarantine=how == "abort-fence"))
+        else:
+            self.scheduler.loaded(seq_id, count, quarantine=how == "fence")
+        self.scheduler.roster.check()
+
     def take(self, output: SequenceOutput | None) -> None:
         if output is None:
             return
@@ -189,6 +224,8 @@ class World:
                 self.fenced_blocks[seq_id] = set(seq.block_ids)
                 self.take(self.scheduler.abort(seq_id, quarantine=True))
                 self.due.append((now + 5, "fence", seq_id))
+            elif action.startswith("load "):
+                self.load_ends(seq_id, action.removeprefix("load "), now)
             elif action == "fence":
                 del self.fenced_blocks[seq_id]
                 self.scheduler.roster.pool.unquarantine(seq_id)
@@ -197,6 +234,9 @@ class World:
         for seq in step.reserved:
             action = "lose" if seq.seq_id.startswith("reserve-lost") else "start"
             self.due.append((step.number + self.random.randint(1, 4), action, seq.seq_id))
+        for seq in step.loading:
+            action = f"load {self.random.choice(LOADS)}"
+            self.due.append((step.number + self.random.randint(1, 9), action, seq.seq_id))
 
     def after_complete(self, outputs: list[SequenceOutput], now: int) -> None:
         for output in outputs:
@@ -219,7 +259,12 @@ def check_step(world: World, step: Step, running_before: dict[str, int]) -> None
     ids = [w.sequence.seq_id for w in step.work]
     assert len(set(ids)) == len(ids) <= scenario.max_seqs
     assert sum(w.count for w in step.work) <= scenario.budget
-    assert all(s.block_ids for s in (*step.started, *step.reserved))
+    assert all(s.block_ids for s in (*step.started, *step.reserved, *step.loading))
+    assert all(s.phase is Phase.LOADING for s in step.loading)
+    for seq in step.started:
+        assert seq.phase is Phase.RUNNING
+        assert seq.seq_id not in world.started, "a first chunk is announced once"
+        world.started.add(seq.seq_id)
     for work in step.work:
         seq = work.sequence
         assert seq.phase is Phase.RUNNING
@@ -290,6 +335,31 @@ def test_every_load_ends_right_under_every_policy_and_setting(
 
 
 @settings(max_examples=120, deadline=None)
+@given(scenarios(), rules | st.just(DEFAULT_ENGINE))
+@example(
+    Scenario(
+        block_size=2,
+        num_blocks=8,
+        budget=7,
+        max_seqs=7,
+        seed=63,  # one choice loads again while another runs, and both are aborted
+        kinds=("whole", "whole", "reserve", "whole", "whole", "hand-off", "reserve", "whole", "whole", "reserve"),
+    ),
+    EngineConfig(policy="priority"),
+)
+def test_what_peers_offer_is_loaded_in_part_or_whole_or_computed(scenario: Scenario, rules: EngineConfig) -> None:
+    check_load(dataclasses.replace(scenario, rules=rules, offers=True))
+
+
+@settings(max_examples=120, deadline=None)
+@given(scenarios(), rules | st.just(DEFAULT_ENGINE), st.booleans())
+def test_choices_that_bring_outputs_along_go_on_behind_them(
+    scenario: Scenario, rules: EngineConfig, prefix_cache: bool
+) -> None:
+    check_load(dataclasses.replace(scenario, rules=rules, prefix_cache=prefix_cache, resumes=True))
+
+
+@settings(max_examples=120, deadline=None)
 @given(scenarios())
 def test_every_load_ends_with_right_kv_within_budget_and_with_books_that_agree(scenario: Scenario) -> None:
     check_load(scenario)
@@ -305,7 +375,13 @@ def check_load(scenario: Scenario) -> None:
         if seq_id.startswith("reserve-lost"):
             assert world.ends[seq_id] == "abort"
             continue
-        for name in names_of(message):
+        if world.ends.get(seq_id) == "abort":
+            assert message.offered_blocks, "only a load was aborted"
+            continue
+        for choice, name in enumerate(names_of(message)):
+            given = dict(message.outputs).get(choice, ())
+            left = message.sampling.max_tokens - len(message.output_ids) - len(given[1:])  # the first is told once more
+            assert world.tokens.get(name, [])[: len(given[:1])] in ([], list(given[:1]))
             if name in world.dropped:
                 assert len(world.tokens.get(name, ())) <= left
             elif seq_id.startswith("hand-off"):
@@ -322,10 +398,16 @@ def check_load(scenario: Scenario) -> None:
 def check_accounting(world: World, messages: dict[str, AddSequence]) -> None:
     """Each prompt token was computed or found, once; each output but the last was forwarded once; the rest again."""
     prompts = sum(len(m.prompt_ids) for m in messages.values() if not m.seq_id.startswith("reserve"))
-    assert world.tally.prompt_tokens_computed + world.scheduler.roster.prompt_tokens_cached == prompts
+    counted = world.tally.prompt_tokens_computed + world.scheduler.roster.prompt_tokens_cached
+    if "abort" in {world.ends.get(m) for m in messages if not m.startswith("reserve")}:
+        assert counted <= prompts
+    else:
+        assert counted == prompts
     decoding = [m for m in messages.values() if not m.seq_id.startswith(("reserve-lost", "hand-off"))]
-    answers = [world.tokens.get(name, []) for m in decoding for name in names_of(m)]
-    assert world.tally.decode_tokens_forwarded == sum(max(0, len(answer) - 1) for answer in answers)
+    answers = [len(world.tokens.get(name, [])) for m in decoding for name in names_of(m)]
+    several = [len(dict(m.outputs).get(choice, ())) > 1 for m in decoding for choice in range(m.n)]
+    forwarded = sum(max(0, n - 1 - told_again) for n, told_again in zip(answers, several, strict=True))
+    assert world.tally.decode_tokens_forwarded == forwarded
 
 
 @settings(max_examples=60, deadline=None)

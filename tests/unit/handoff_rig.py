@@ -33,6 +33,13 @@ def config(**overrides: Any) -> settings.ServeConfig:
     return settings.load(overrides=base | overrides, environ={})
 
 
+def left_out(writer_id: str, writer_epoch: str, reader_epoch: str, number: int = 1 << 40) -> worker_pb2.LeaseRequest:
+    """A writer's lease list, for this process of its reader, that names no ticket."""
+    return worker_pb2.LeaseRequest(
+        writer_id=writer_id, writer_epoch=writer_epoch, reader_epoch=reader_epoch, number=number
+    )
+
+
 @dataclass
 class Half:
     """One worker: what it sent to its children, and the server it answers on."""

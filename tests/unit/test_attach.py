@@ -179,3 +179,14 @@ async def test_closing_sends_what_is_buffered_and_ends_the_stream() -> None:
     assert (await router.next()).outputs[0].position == 0
     with pytest.raises(StopAsyncIteration):
         await router.next()
+
+
+async def test_a_load_that_is_news_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attach, "LOAD_EVERY_S", 1000.0)
+    rig = Rig()
+    router = Router(rig.hub)
+    await router.next()
+    rig.hub.tell_load()
+    told = await router.next()
+    assert (told.seq, told.load.step, len(told.outputs)) == (0, 7, 0)
+    await router.hang_up()

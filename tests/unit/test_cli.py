@@ -53,10 +53,12 @@ def test_every_option_reaches_its_setting(launched: list[tuple[ServeConfig, bool
         "--namespace": ("blue", lambda c: c.redis.namespace),
         "--log-dir": ("/logs", lambda c: c.log_dir),
     }
-    result = call("serve", *(part for option, (text, _) in arguments.items() for part in (option, text)), "--dashboard")
+    flags = ("--dashboard", "--allow-fallback")
+    result = call("serve", *(part for option, (text, _) in arguments.items() for part in (option, text)), *flags)
     assert result.exit_code == 0, result.output
     config, dashboard = launched[0]
     assert dashboard
+    assert config.transfer.allow_fallback
     assert {option: read(config) for option, (_, read) in arguments.items()} == {
         option: text for option, (text, _) in arguments.items()
     }

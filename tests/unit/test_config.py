@@ -13,7 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.errors import ConfigError
-from services.config import ServeConfig, TransferConfig, from_dict, load, set_mooncake_environment, to_dict
+from services.config import (
+    ServeConfig,
+    TransferConfig,
+    from_dict,
+    load,
+    set_mooncake_environment,
+    set_ray_environment,
+    to_dict,
+)
 
 
 def written(folder: Path, data: Any) -> Path:
@@ -166,3 +174,12 @@ def test_mooncake_variables_respect_what_the_user_set() -> None:
     rdma: dict[str, str] = {}
     set_mooncake_environment(TransferConfig(protocol="rdma"), rdma)
     assert "MC_FORCE_TCP" not in rdma
+
+
+def test_a_ray_of_our_own_reports_nothing_and_gives_replicas_full_priority() -> None:
+    environ = {"RAY_worker_niceness": "3"}
+    set_ray_environment(environ)
+    assert environ == {"RAY_worker_niceness": "3", "RAY_USAGE_STATS_ENABLED": "0"}
+    fresh: dict[str, str] = {}
+    set_ray_environment(fresh)
+    assert fresh["RAY_worker_niceness"] == "0"

@@ -13,6 +13,7 @@ from services.config import ServeConfig, load
 from services.doctor import checks, stores, transport
 from services.doctor.checks import Check, cpu_flags, to_json
 from services.start.system import MOONCAKE_LIBRARIES, System
+from tests.unit.test_transfer_choice import make_device
 
 
 def config(**overrides: Any) -> ServeConfig:
@@ -64,25 +65,39 @@ def test_a_transport_that_cannot_be_guarded_is_reported_with_its_reason(
     system: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     system()
-    monkeypatch.setattr(transport, "probe", lambda _name, _protocol: "the kernel refused the filter")
+    monkeypatch.setattr(transport, "probe", lambda _name: "the kernel refused the filter")
     (found,) = transport.check_mooncake(config())
     assert found.level == "warning"
     assert "the kernel refused the filter" in found.finding
 
 
 def test_the_probe_tells_an_absent_transport_from_a_working_one() -> None:
-    assert transport.probe("tcp", "tcp") == ""
-    assert "cannot be loaded" in transport.probe("no.such.module:Transport", "tcp")
+    assert transport.probe("tcp") == ""
+    assert "cannot be loaded" in transport.probe("no.such.module:Transport")
 
 
 def test_rdma_devices_are_listed_and_demanded_only_by_the_rdma_wire(tmp_path: Path) -> None:
-    (tmp_path / "mlx5_0").mkdir()
+    make_device(tmp_path, "mlx5_0", "4: ACTIVE")
     (found,) = transport.check_rdma(config(), tmp_path)
     assert (found.level, "mlx5_0" in found.finding) == ("note", True)
-    (used,) = transport.check_rdma(config(transfer__protocol="rdma"), tmp_path)
-    assert used.level == "ok"
-    (none,) = transport.check_rdma(config(transfer__protocol="rdma"), tmp_path / "absent")
-    assert (none.level, none.fix) == ("error", "--set transfer.protocol=tcp")
+    for asked in ({"transfer__transport": "rdma"}, {"transfer__protocol": "rdma"}):
+        (used,) = transport.check_rdma(config(**asked), tmp_path)
+        assert used.level == "ok"
+        (none,) = transport.check_rdma(config(**asked), tmp_path / "absent")
+        assert (none.level, "no RDMA device" in none.finding) == ("error", True)
+
+
+def test_the_choice_of_a_transport_is_told_with_the_reasons_against_faster_ones(system: Any, tmp_path: Path) -> None:
+    system(has_mooncake=False)
+    *_, auto = transport.check_transports(config(), tmp_path)
+    assert auto.level == "ok"
+    assert all(words in auto.finding for words in ("auto means tcp", "nvlink: KV lies in host", "rdma: this machine"))
+    *_, refused = transport.check_transports(config(transfer__transport="rdma"), tmp_path)
+    assert refused.level == "error"
+    assert "no RDMA device" in refused.finding
+    assert refused.fix == "--transport tcp, --allow-fallback"
+    *_, lent = transport.check_transports(config(transfer__transport="rdma", transfer__allow_fallback=True), tmp_path)
+    assert (lent.level, "tcp instead of rdma" in lent.finding) == ("warning", True)
 
 
 @pytest.mark.parametrize(

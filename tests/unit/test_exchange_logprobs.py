@@ -80,9 +80,12 @@ async def test_waiting_for_the_prompt_waits_even_when_the_tokens_are_all_there()
     await asyncio.wait_for(waiting, 10)
 
 
-def test_a_new_attempt_starts_without_them() -> None:
+def test_a_new_attempt_tells_only_what_is_missing() -> None:
     x = exchange(PROMPT)
-    x.on_output("p", piece(1, -1.0, -2.0))
+    x.on_output("p", piece(1, -1.0))
+    assert not x.has_prompt_logprobs
     x.begin(2, "p2", "d2")
-    assert x.prompt_logprobs == []
+    x.on_output("p2", piece(1, -5.0, -2.0))
+    assert [t.logprob for t in x.prompt_logprobs] == [-1.0, -2.0]
+    assert x.has_prompt_logprobs
     assert x.next_choice() is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.router.fabric import DEFAULT_BYTES_PER_S, FORGET_S, FabricMeter
+from services.router.fabric import DEFAULT_BYTES_PER_S, FORGET_S, PULL_SETUP_MS, FabricMeter
 
 PAIR = ("p0", "d0")
 MB = 1_000_000
@@ -58,3 +58,25 @@ def test_a_slow_measurement_is_forgotten_so_that_the_pair_is_tried_again(meter: 
     meter.observe(PAIR, 2 * MB, compute_ms=0, exposed_ms=2000)
     clock.now_s += FORGET_S + 1
     assert meter.now().bandwidth(*PAIR) == DEFAULT_BYTES_PER_S
+
+
+def test_a_pull_measures_its_own_way_and_no_other(meter: FabricMeter) -> None:
+    meter.observe_pull(("d0", "p0"), 20 * MB, wire_ms=100)
+    assert meter.now().bandwidth("d0", "p0") == pytest.approx(200 * MB)
+    assert meter.now().bandwidth("p0", "d0") == DEFAULT_BYTES_PER_S
+    meter.observe_pull(("d0", "p0"), 20 * MB, wire_ms=50)
+    assert meter.now().bandwidth("d0", "p0") == pytest.approx(260 * MB)
+    meter.observe_pull(("d0", "p0"), 1000, wire_ms=50)  # measures nothing
+    assert meter.now().bandwidth("d0", "p0") == pytest.approx(260 * MB)
+
+
+def test_a_holder_that_did_not_deliver_is_not_asked_for_a_while(meter: FabricMeter, clock: Clock) -> None:
+    meter.observe_pull(("d0", "p0"), 0, wire_ms=0)
+    assert meter.now().bandwidth("d0", "p0") == 1.0
+    clock.now_s = FORGET_S + 1
+    assert meter.now().bandwidth("d0", "p0") == DEFAULT_BYTES_PER_S
+
+
+def test_no_pull_is_planned_where_they_are_off(clock: Clock) -> None:
+    assert FabricMeter(clock, pulls=False).now().pull_setup_ms is None
+    assert FabricMeter(clock).now().pull_setup_ms == PULL_SETUP_MS

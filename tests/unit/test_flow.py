@@ -376,17 +376,34 @@ async def test_a_prefill_worker_lost_before_the_first_byte_is_replaced(cluster: 
     await core.stop()
 
 
-async def test_a_worker_that_comes_back_as_another_process_fails_its_requests_at_once(pair: Pair) -> None:
+async def test_a_worker_that_comes_back_as_another_process_is_asked_again_where_nobody_else_is(pair: Pair) -> None:
     pair.p.on_submit = accept_only
     events = asyncio.ensure_future(collect(pair.core, request(4)))
     await until(lambda: pair.p.submits)
     pair.p.on_submit = run_normally
     await pair.p.restart("e2")
+    assert ids(await events) == expected(4)
+    assert [s.request.attempt for s in pair.p.submits] == [1, 2]
+    assert counted(pair.core, "pdray_rungs_total", rung="retry") == 1
+
+
+async def test_without_a_wait_for_rescue_a_lost_worker_fails_its_requests_at_once(cluster: Cluster) -> None:
+    p, _ = await cluster.add("p0", "prefill"), await cluster.add("d0", "decode")
+    core = make_core(cluster, router=RouterConfig(rescue_wait_s=0))
+    await core.start()
+    await until(lambda: core.ready()[0])
+    p.on_submit = accept_only
+    events = asyncio.ensure_future(collect(core, request(4)))
+    await until(lambda: p.submits)
+    p.on_submit = run_normally
+    await p.restart("e2")
     with pytest.raises(RequestError) as caught:
         await events
     assert caught.value.code is ErrorCode.WORKER_LOST
-    await until(lambda: pair.core.ready()[0])
-    assert ids(await collect(pair.core, request(4))) == expected(4)
+    assert counted(core, "pdray_rungs_total", rung="fail") == 1
+    await until(lambda: core.ready()[0])
+    assert ids(await collect(core, request(4))) == expected(4)
+    await core.stop()
 
 
 async def test_a_broken_stream_is_taken_up_where_it_was_and_loses_nothing(pair: Pair) -> None:
@@ -407,40 +424,19 @@ async def test_a_broken_stream_is_taken_up_where_it_was_and_loses_nothing(pair: 
     assert [h.last_seq for h in pair.d.hellos] == [0, 1]
 
 
-async def test_messages_that_are_gone_for_good_fail_the_requests_of_that_worker(pair: Pair) -> None:
+async def test_messages_that_are_gone_for_good_end_the_attempts_of_that_worker(pair: Pair) -> None:
     pair.p.on_submit = accept_only
-    events = asyncio.ensure_future(collect(pair.core, request(4)))
+    asked = request(4)
+    events = asyncio.ensure_future(collect(pair.core, asked))
     await until(lambda: pair.p.submits)
+    pair.p.on_submit = run_normally
     await pair.p.say(worker_pb2.WorkerMessage())
     pair.p._seq += 3
     await pair.p.say(worker_pb2.WorkerMessage())
-    with pytest.raises(RequestError, match="missing") as caught:
-        await events
-    assert caught.value.code is ErrorCode.WORKER_LOST
-    pair.p.on_submit = run_normally
-    assert ids(await collect(pair.core, request(4))) == expected(4)
-
-
-async def test_nothing_is_submitted_again_after_the_first_byte(cluster: Cluster) -> None:
-    for i in range(2):
-        await cluster.add(f"m{i}", "mixed")
-    core = make_core(cluster)
-    await core.start()
-    await until(lambda: len(core.view.candidates(())) == 2)
-    m0, m1 = cluster.workers["m0"], cluster.workers["m1"]
-    m0.on_submit = m1.on_submit = accept_only
-    stream = core.flow.stream(request(9))
-    first = asyncio.ensure_future(anext(stream))
-    await until(lambda: m0.submits)
-    await m0.output(m0.submits[0].request, 0, token(0))
-    await first
-    await m0.error(m0.submits[0].request, ErrorCode.WORKER_LOST, True, "engine died")
-    with pytest.raises(RequestError, match="engine died"):
-        await anext(stream)
-    assert m1.submits == []
-    assert counted(core, "pdray_retries_total", code="worker_lost") == 0
-    await ended_clean(core)
-    await core.stop()
+    assert ids(await events) == expected(4)  # nobody else is there, and it lives
+    failed = next(e for e in pair.core.request_debug(asked.request_id)["events"] if e["name"] == "failed")
+    assert failed["detail"]["code"] == "worker_lost"
+    assert "missing" in failed["detail"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -513,6 +509,14 @@ async def test_tokens_of_an_unknown_request_are_aborted_once_and_dropped(pair: P
     await until(lambda: counted(pair.core, "pdray_stale_messages_total") == 3)
     await until(lambda: pair.d.aborts)
     assert pair.d.aborts == [("ghost", 3)]
+
+
+async def test_a_hand_off_that_failed_after_its_request_had_ended_is_aborted(pair: Pair) -> None:
+    ghost = worker_pb2.Request(request_id="ghost", attempt=3)
+    await pair.p.handoff(ghost)
+    await pair.p.handoff(ghost, "failed", error=worker_pb2.Error(code="transfer_failed", retryable=True))
+    await until(lambda: pair.p.aborts)
+    assert pair.p.aborts == [("ghost", 3)]
 
 
 async def test_an_abort_reaches_a_worker_that_was_away(pair: Pair) -> None:

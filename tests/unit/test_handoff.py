@@ -11,7 +11,7 @@ from kvstore.transfer import messages as t
 from services.engine import messages as m
 from services.protocol.errors import ErrorCode
 from services.protocol.proto import worker_pb2
-from tests.unit.handoff_rig import Pair, config, start_pair
+from tests.unit.handoff_rig import Pair, config, left_out, start_pair
 
 
 @pytest.fixture
@@ -100,6 +100,32 @@ async def test_an_extent_that_is_bad_twice_ends_the_attempt_and_nothing_is_decod
     assert pair.d.none_sent(m.StartSequence, "engine")
 
 
+async def test_a_second_commit_that_leaves_out_a_bad_extent_is_refused(pair: Pair) -> None:
+    seq_id = await pair.submit()
+    await pair.start_prefill(seq_id)
+    ticket = await pair.grant(seq_id)
+    pair.token(seq_id)
+    pair.pushed(ticket.ticket_id)
+    bad = tuple(t.Extent(layer=i, block=10, count=3, digest=i + 1) for i in range(2))
+    await pair.verified(bad)
+    await pair.p.sent(t.Resend)
+    pair.pushed(ticket.ticket_id, bad[:1])
+    await pair.d.until(lambda: "revoked" in pair.d.arrows())
+    assert pair.d.none_sent(m.StartSequence, "engine")
+
+
+async def test_a_commit_of_a_ticket_that_waits_for_blocks_is_refused(pair: Pair) -> None:
+    await pair.start_prefill(await pair.submit())
+    await pair.d.sent(m.ReserveSequence, "engine")
+    ticket_id = next(iter(pair.d.core.role._tickets))  # type: ignore[attr-defined]
+    request = worker_pb2.CommitRequest(
+        ticket_id=ticket_id, attempt=0, first_tokens=[worker_pb2.FirstToken(choice=0, token_id=7)]
+    )
+    reply = await pair.d.core.role.commit(request)
+    assert (reply.state, reply.reason) == ("revoked", "the ticket has no blocks here")
+    assert pair.d.none_sent(m.StartSequence, "engine")
+
+
 async def test_a_token_that_ends_the_request_closes_the_ticket_and_commits_nothing(pair: Pair) -> None:
     seq_id = await pair.submit()
     await pair.start_prefill(seq_id)
@@ -141,6 +167,28 @@ async def test_a_retarget_hands_the_same_kv_to_another_reader_without_computing_
     pair.pushed(again.ticket_id, tuple(t.Extent(layer=i, block=20, count=3) for i in range(2)))
     await pair.verified()
     assert (await pair.d.sent(m.StartSequence, "engine")).seq_id == "r.1"
+
+
+async def test_a_reader_named_while_the_request_queues_is_the_first_one_asked(pair: Pair) -> None:
+    seq_id = await pair.submit()
+    d = pair.d.core.registration
+    for attempt, worker_id in ((1, "d-which-is-lost-too"), (2, d.worker_id)):
+        target = worker_pb2.Reader(worker_id=worker_id, epoch=d.epoch, address=d.address)
+        await pair.p.core.role.retarget(worker_pb2.RetargetRequest(request_id="r", attempt=attempt, reader=target))
+    await pair.start_prefill(seq_id)
+    assert (await pair.d.sent(m.ReserveSequence, "engine")).sequence.seq_id == "r.2"
+    assert pair.p.reports() == []
+
+
+async def test_a_reader_named_during_the_reserve_is_asked_although_the_old_one_refuses_for_good(pair: Pair) -> None:
+    await pair.d.core.abort("r", 0, "this attempt is over")
+    seq_id = await pair.submit()
+    d = pair.d.core.registration
+    target = worker_pb2.Reader(worker_id=d.worker_id, epoch=d.epoch, address=d.address)
+    await pair.start_prefill(seq_id)
+    await pair.p.core.role.retarget(worker_pb2.RetargetRequest(request_id="r", attempt=1, reader=target))
+    assert (await pair.d.sent(m.ReserveSequence, "engine")).sequence.seq_id == "r.1"
+    assert pair.p.reports() == []
 
 
 async def test_an_abort_while_bytes_are_on_the_wire_quarantines_both_sides_until_the_fence(pair: Pair) -> None:
@@ -216,6 +264,30 @@ async def test_unequal_workers_refuse_each_other_and_name_both_values(field: str
     assert repr(theirs) in error.message
     assert not error.retryable
     await pair.stop()
+
+
+async def test_a_reader_without_the_writers_transport_takes_one_of_its_spares(pair: Pair) -> None:
+    pair.p.core.registration.transport = "mooncake"
+    pair.p.core.registration.spare_transports[:] = ["slow", "tcp"]
+    seq_id = await pair.submit()
+    await pair.start_prefill(seq_id)
+    ticket = await pair.grant(seq_id)
+    assert (await pair.d.sent(t.OpenListener)).transport == "tcp"
+    pair.token(seq_id)
+    pair.pushed(ticket.ticket_id)
+    await pair.verified()
+    await pair.p.until(pair.p.reports)
+    assert pair.p.reports()[0].transport == "tcp"
+
+
+async def test_workers_with_no_transport_in_common_refuse_each_other_and_name_both_lists(pair: Pair) -> None:
+    pair.p.core.registration.transport = "rdma"
+    pair.p.core.registration.spare_transports[:] = ["mooncake"]
+    await pair.start_prefill(await pair.submit())
+    await pair.p.until(pair.p.reports)
+    error = pair.p.reports()[0].error
+    assert error.code == ErrorCode.INCOMPATIBLE_WORKERS
+    assert "'rdma' or 'mooncake' there, 'tcp' here" in error.message
 
 
 async def test_a_full_reader_makes_the_writer_wait_and_the_budget_ends_the_wait() -> None:
@@ -299,10 +371,58 @@ async def test_a_writer_that_cannot_vouch_makes_the_reader_close_its_memory_for_
     fence = await pair.d.sent(t.Fence)
     assert not fence.forget
     assert pair.d.none_sent(m.Unquarantine, "engine")
-    pair.d.core.role.lease(worker_pb2.LeaseRequest(writer_id="prefill-0", writer_epoch="pe"))
+    pair.d.core.role.lease(left_out("prefill-0", "pe", "de"))
     assert pair.d.none_sent(m.Unquarantine, "engine")  # being left out of a list vouches for nothing here
     pair.d.core.role.on_transfer(t.Fenced(worker_id="prefill-0", epoch="pe", segment="segment"))
     assert (await pair.d.sent(m.Unquarantine, "engine")).seq_id == seq_id
+
+
+async def test_a_list_that_leaves_a_ticket_out_frees_its_blocks_at_once(pair: Pair) -> None:
+    seq_id = await pair.submit()
+    await pair.start_prefill(seq_id)
+    await pair.grant(seq_id)
+    pair.d.core.role.lease(left_out("prefill-0", "pe", "de"))
+    aborted = await pair.d.sent(m.AbortSequence, "engine")
+    assert (aborted.seq_id, aborted.quarantine) == (seq_id, False)
+
+
+async def test_a_list_older_than_the_ticket_or_for_another_process_says_nothing(pair: Pair) -> None:
+    pair.p.core.role._leases.last_list = 7  # type: ignore[attr-defined]
+    seq_id = await pair.submit()
+    await pair.start_prefill(seq_id)
+    await pair.grant(seq_id)
+    for _ in range(3):
+        pair.d.core.role.lease(left_out("prefill-0", "pe", "de", number=7))
+        pair.d.core.role.lease(left_out("prefill-0", "pe", "de of before"))
+    assert pair.d.none_sent(m.AbortSequence, "engine")
+    await pair.d.core.abort("r", 0, "the client left")
+    pair.d.core.role.lease(left_out("prefill-0", "pe", "de", number=7))
+    pair.d.core.role.lease(left_out("prefill-0", "pe", "de of before"))
+    assert (await pair.d.sent(m.AbortSequence, "engine")).quarantine
+    assert pair.d.none_sent(m.Unquarantine, "engine")
+
+
+async def test_a_ticket_is_on_the_lists_while_its_reader_has_no_room(pair: Pair) -> None:
+    await pair.start_prefill(await pair.submit())
+    await pair.d.sent(m.ReserveSequence, "engine")
+    lists = pair.p.core.role._leases  # type: ignore[attr-defined]
+    await pair.p.until(lambda: lists.last_list > 2)
+    assert pair.d.none_sent(m.AbortSequence, "engine")
+
+
+async def test_an_abort_while_a_lost_ticket_is_fenced_frees_no_block_before_the_fence(pair: Pair) -> None:
+    seq_id = await pair.submit()
+    await pair.start_prefill(seq_id)
+    ticket = await pair.grant(seq_id)
+    pair.p.core.role.on_transfer(t.PushFailed(ticket_id=ticket.ticket_id, message="the wire broke"))
+    await pair.p.sent(t.CloseTicket)
+    await pair.p.core.abort("r", 0, "the client left")
+    assert (await pair.p.sent(m.AbortSequence, "engine")).quarantine
+    assert pair.p.none_sent(m.Unquarantine, "engine")
+    pair.p.core.role.on_transfer(t.TicketClosed(ticket_id=ticket.ticket_id, fenced=True))
+    assert (await pair.p.sent(m.Unquarantine, "engine")).seq_id == seq_id
+    await pair.d.until(lambda: "freed" in pair.d.arrows())
+    assert not pair.p.core.role._tickets  # type: ignore[attr-defined]
 
 
 async def test_a_transport_that_can_vouch_spares_the_reader_the_fence(pair: Pair) -> None:

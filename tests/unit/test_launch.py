@@ -21,7 +21,7 @@ from rich.console import Console
 
 from kvstore.errors import ConfigError
 from services.config import ServeConfig, load
-from services.launch import Signals, Stopped, _store, end_all, last_line, not_ready, run
+from services.launch import Signals, Stopped, _store, end_all, last_line, moves_by, not_ready, run
 from services.present import example, url
 from services.start.ports import free_port
 from services.start.system import StartError
@@ -144,6 +144,26 @@ def test_one_machine_has_one_router() -> None:
 
 def _refuse(_transport: str) -> None:
     raise StartError("mooncake is missing: use tcp")
+
+
+@pytest.mark.parametrize(
+    ("pairs", "shown"),
+    [
+        ([], ""),
+        ([("mooncake", ""), ("mooncake", "")], "mooncake"),
+        (
+            [("tcp", "tcp instead of rdma (--allow-fallback): no device")],
+            "tcp instead of rdma (--allow-fallback): no device",
+        ),
+        (
+            [("tcp", ""), ("", "transport differs: tcp on p0, rdma on d1")],
+            "tcp, transport differs: tcp on p0, rdma on d1",
+        ),
+    ],
+)
+def test_the_banner_says_what_each_pair_moves_kv_by(pairs: list[tuple[str, str]], shown: str) -> None:
+    """A pair that cannot exchange KV says why."""
+    assert moves_by([{"transport": transport, "note": note} for transport, note in pairs]) == shown
 
 
 @pytest.mark.parametrize(

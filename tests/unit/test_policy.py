@@ -171,3 +171,65 @@ def test_a_mixed_worker_is_booked_on_both_sides_and_left_clean() -> None:
     ledger.release("a")
     ledger.release("a")
     assert (ledger.queued_tokens("m0", 0), ledger.active_sequences("m0", 0)) == (0, 0)
+
+
+# --- loading KV from another worker ---
+
+PULLS = Fabric(default_bytes_per_s=1e9, pull_setup_ms=10.0)  # 0.016 ms a block against 16 to compute it
+
+
+def pulls(*workers: Worker, fabric: Fabric = PULLS) -> tuple[str, str, int]:
+    """Prefill worker of the choice, whom it loads from, and how deep that one is."""
+    decision = choose("cost", PROMPT, workers, fabric)
+    assert decision is not None
+    assert decision.choice in decision.candidates
+    return decision.choice.prefill_id, decision.choice.holder_id, decision.choice.held_blocks
+
+
+def test_a_conversation_is_sent_back_by_the_decode_worker_that_holds_it() -> None:
+    assert pulls(prefill("p0", cached_blocks=10), decode("d0", cached_blocks=20)) == ("p0", "d0", 20)
+
+
+def test_a_pull_is_part_of_the_explained_decision() -> None:
+    decision = choose("cost", PROMPT, [prefill("p0", cached_blocks=10), decode("d0", cached_blocks=20)], PULLS)
+    assert decision is not None
+    terms = decision.choice.terms
+    assert terms.load_ms == pytest.approx(10 + 1000 * 160 * 1000 / 1e9)
+    assert terms.compute_ms == pytest.approx(512 - 20 * 16)
+    assert terms.cost_ms == pytest.approx(terms.load_ms + terms.compute_ms)
+
+
+def test_what_is_slower_to_load_than_to_compute_is_computed() -> None:
+    worker = prefill("p0", cached_blocks=19, prefill_tokens_per_s=10_000)  # a block in 1.6 ms
+    assert pulls(worker, decode("d0", cached_blocks=20)) == ("p0", "", 0)
+    slow = replace(PULLS, measured={("d0", "p0"): 1.0})
+    assert pulls(prefill("p0"), decode("d0", cached_blocks=20), fabric=slow) == ("p0", "", 0)
+
+
+def test_nothing_is_loaded_where_pulls_are_off() -> None:
+    assert pulls(prefill("p0"), decode("d0", cached_blocks=20), fabric=replace(PULLS, pull_setup_ms=None))[1] == ""
+
+
+def test_any_deeper_worker_may_send_and_the_decode_worker_of_the_pair_wins_ties() -> None:
+    d0, d1, d2 = (decode(f"d{i}", cached_blocks=20 + (i == 2)) for i in range(3))
+    assert pulls(prefill("p0"), d0, d1) == ("p0", "d0", 20)
+    assert pulls(prefill("p0"), replace(d0, cached_blocks=0), d1) == ("p0", "d1", 20)  # d1 is the reader, too
+    assert pulls(prefill("p0"), d0, replace(d2, num_blocks=0)) == ("p0", "d2", 21)
+    assert pulls(prefill("p0"), prefill("p1", cached_blocks=20, queued_tokens=9000), decode("d0")) == ("p0", "p1", 20)
+
+
+def test_the_reader_that_holds_the_prompt_sends_it_rather_than_an_equal_other() -> None:
+    slow_to_d1 = replace(PULLS, measured={("p0", "d0"): 1e5})
+    workers = prefill("p0"), decode("d0", cached_blocks=20), decode("d1", cached_blocks=20)
+    assert pulls(*workers, fabric=slow_to_d1) == ("p0", "d1", 20)
+
+
+def test_nothing_is_loaded_over_another_transport_or_by_a_mixed_worker() -> None:
+    holder = decode("d0", cached_blocks=20, transport="tcp")
+    assert pulls(prefill("p0", transport="mooncake"), holder)[1] == ""
+    assert pulls(prefill("p0", transport="tcp"), holder)[1] == "d0"
+    assert pulls(mixed("m0"), holder)[1] == ""
+
+
+def test_a_full_hit_of_the_holder_still_computes_the_last_token() -> None:
+    assert pulls(prefill("p0"), decode("d0", cached_blocks=32)) == ("p0", "d0", 31)

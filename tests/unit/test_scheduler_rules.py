@@ -266,6 +266,40 @@ def test_hand_offs_that_hold_half_the_pool_stop_new_ones_but_not_whole_requests(
     assert "b" in counts(step(scheduler)[0])
 
 
+def test_what_nobody_fetches_fills_half_the_pool_and_one_prompt_more_at_most() -> None:
+    scheduler = make(num_blocks=40, budget=12, max_seqs=8)
+    prompts = {f"p{i}": range(100 + 30 * i, 130 + 30 * i) for i in range(8)}  # of eight blocks
+    for seq_id, prompt in prompts.items():
+        scheduler.add(request(seq_id, prompt, hand_off=True))
+    held: list[str] = []
+    ended: list[str] = []
+    while len(ended) < len(prompts):
+        plan, outputs = step(scheduler)
+        held += [o.seq_id for o in outputs]
+        assert scheduler.roster.held_blocks <= 20 + 8
+        if not plan.work:
+            assert plan.waiting["hand-offs hold half the pool"] or len(held) + len(ended) == len(prompts)
+            ended.append(held.pop(0))
+            scheduler.release(ended[-1])
+    assert scheduler.roster.pool.counts().used == 0
+
+
+def test_a_decode_without_a_block_leaves_its_slot_to_the_hand_off_that_holds_one() -> None:
+    scheduler = make(num_blocks=8, budget=1, max_seqs=1)
+    scheduler.reserve(ReserveSequence(sequence=request("d", 16, max_tokens=8)))
+    step(scheduler)
+    scheduler.add(request("h", range(50, 66), hand_off=True))
+    for _ in range(15):
+        step(scheduler)  # all but its last token
+    scheduler.start(StartSequence(seq_id="d", first_tokens=((0, 9),)))
+    plan, outputs = step(scheduler)
+    assert counts(plan) == {"h": 1}
+    assert [o.seq_id for o in outputs] == ["h"]
+    assert not step(scheduler)[0].work
+    scheduler.release("h")
+    assert counts(step(scheduler)[0]) == {"d": 1}
+
+
 def test_a_reserve_gets_blocks_is_started_and_computes_no_prompt() -> None:
     scheduler = make()
     scheduler.reserve(ReserveSequence(sequence=request("a", 10, max_tokens=3)))

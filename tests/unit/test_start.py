@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.errors import ConfigError
-from services.config import RouterConfig, ServeConfig, load, to_dict
+from services.config import RouterConfig, ServeConfig, TransferConfig, load, to_dict
 from services.start.model import announcement, prepare_model, result_line, run_prepare
 from services.start.ports import check_ports, free_port, port_map, why_not, with_serve_ports
 from services.start.replica import STOP_MARGIN_S, WorkerReplica, WorkerUnhealthy, replica_config, worker_options
@@ -31,7 +31,7 @@ GOOD = System(os_name="Linux", python=(3, 11), machine="x86_64", missing_librari
 
 class TestSystem:
     def test_a_complete_linux_is_accepted_with_every_transport(self) -> None:
-        assert [refusal(GOOD, name) for name in ("auto", "tcp", "mooncake", "mine:Transport")] == [""] * 4
+        assert [refusal(GOOD, name) for name in ("auto", "tcp", "mooncake", "rdma", "mine:Transport")] == [""] * 5
 
     @pytest.mark.parametrize(
         ("change", "transport", "words"),
@@ -41,6 +41,9 @@ class TestSystem:
             ({"python": (3, 10)}, "auto", ("3.11 or 3.12", "3.10")),
             ({"python": (3, 13)}, "auto", ("3.11 or 3.12", "3.13", "container")),
             ({"has_mooncake": False}, "mooncake", ("pdray[mooncake]", "--transport tcp")),
+            ({"no_rdma": "no port of mlx5_0 is active"}, "rdma", ("mlx5_0", "--transport tcp", "--allow-fallback")),
+            ({}, "nvlink", ("host memory", "--transport tcp")),
+            ({"has_mooncake": False}, "rdma", ("transport rdma needs mooncake", "pdray[mooncake]")),
             (
                 {"missing_libraries": ("libnuma.so.1",)},
                 "mooncake",
@@ -60,7 +63,10 @@ class TestSystem:
         assert refusal(bare, transport) == ""
 
     def test_this_machine_may_run_the_tests(self) -> None:
-        check_system("tcp")
+        check_system(TransferConfig(transport="tcp"))
+        check_system(TransferConfig(transport="rdma", device="no_such_device", allow_fallback=True))
+        with pytest.raises(StartError, match=r"transport rdma cannot be used: .*--allow-fallback"):
+            check_system(TransferConfig(transport="rdma", device="no_such_device"))
         assert this_system().python == sys.version_info[:2]
 
 

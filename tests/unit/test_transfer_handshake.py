@@ -238,7 +238,7 @@ def test_a_transport_without_a_secret_does_not_start(name: str) -> None:
 
 
 def test_an_unknown_transport_is_refused_by_name() -> None:
-    with pytest.raises(TransportUnavailable, match="'carrier-pigeon' is none of local, mooncake, tcp"):
+    with pytest.raises(TransportUnavailable, match="'carrier-pigeon' is none of local, mooncake, nvlink, rdma, tcp"):
         load_transport("carrier-pigeon", TransportOptions(secret="x"))
     with pytest.raises(TransportUnavailable, match="no_such_module"):
         load_transport("no_such_module:Thing", TransportOptions(secret="x"))

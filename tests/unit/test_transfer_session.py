@@ -196,7 +196,7 @@ def test_a_reader_that_cannot_be_reached_fails_its_tickets_at_once(wire: Wire) -
     wire.grant(range(4))
     wire.session.on_connect_failed(PEER, "refused")
     wire.act()
-    assert wire.of(m.PushFailed) == [m.PushFailed(ticket_id="t", message="refused")]
+    assert wire.of(m.PushFailed) == [m.PushFailed(ticket_id="t", message="refused", kind="connect")]
     wire.grant(range(4), ticket_id="u")  # another attempt connects again
     assert wire.links == ["open", "open"]
 

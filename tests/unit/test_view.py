@@ -439,10 +439,15 @@ def test_rates_that_make_no_sense_are_not_used(view: View) -> None:
     assert {w.prefill_tokens_per_s for w in view.candidates(())} == {300.0}
 
 
-@pytest.mark.parametrize(("role", "stalled"), [("decode", True), ("mixed", False)])
-def test_a_mixed_worker_may_compute_a_whole_chunk_before_it_counts_as_stalled(role: str, stalled: bool) -> None:
+@pytest.mark.parametrize(
+    ("role", "rate", "stalled"), [("decode", 0, True), ("decode", 200, False), ("mixed", 200, False)]
+)
+def test_who_computes_chunks_may_take_a_whole_one_before_it_counts_as_stalled(
+    role: str, rate: float, stalled: bool
+) -> None:
+    """A decode worker does so after a preemption, and as a fallback."""
     progress = Progress(moved_s=0.0, limit_s=5.0)
-    load = worker_pb2.Load(step=1, running=1, step_ms=50, prefill_tokens_per_s=200)  # 2.6 s for a chunk
+    load = worker_pb2.Load(step=1, running=1, step_ms=50, prefill_tokens_per_s=rate)  # 2.6 s for a chunk at 200
     progress.observe(load, role, 0.0)
     progress.observe(load, role, 7.0)
     assert progress.is_stalled is stalled

@@ -23,7 +23,7 @@ class Fingerprint(_message.Message):
     def __init__(self, model: _Optional[str] = ..., tokenizer: _Optional[str] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., layout_version: _Optional[int] = ..., geometry_json: _Optional[str] = ...) -> None: ...
 
 class Registration(_message.Message):
-    __slots__ = ("worker_id", "role", "epoch", "address", "fingerprint", "node", "pid", "num_blocks", "max_model_len", "model_name", "transport", "draining", "signature", "issued_at")
+    __slots__ = ("worker_id", "role", "epoch", "address", "fingerprint", "node", "pid", "num_blocks", "max_model_len", "model_name", "transport", "draining", "signature", "issued_at", "transport_note", "spare_transports")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -38,6 +38,8 @@ class Registration(_message.Message):
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     ISSUED_AT_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_NOTE_FIELD_NUMBER: _ClassVar[int]
+    SPARE_TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: str
     epoch: str
@@ -52,7 +54,9 @@ class Registration(_message.Message):
     draining: bool
     signature: bytes
     issued_at: float
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., epoch: _Optional[str] = ..., address: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., model_name: _Optional[str] = ..., transport: _Optional[str] = ..., draining: _Optional[bool] = ..., signature: _Optional[bytes] = ..., issued_at: _Optional[float] = ...) -> None: ...
+    transport_note: str
+    spare_transports: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., epoch: _Optional[str] = ..., address: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., model_name: _Optional[str] = ..., transport: _Optional[str] = ..., draining: _Optional[bool] = ..., signature: _Optional[bytes] = ..., issued_at: _Optional[float] = ..., transport_note: _Optional[str] = ..., spare_transports: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class DescribeRequest(_message.Message):
     __slots__ = ()
@@ -128,7 +132,7 @@ class TokenLogprobs(_message.Message):
     def __init__(self, logprob: _Optional[float] = ..., rank: _Optional[int] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("request_id", "attempt", "router_id", "router_epoch", "prompt_ids", "output_ids", "root_digest", "block_names", "sampling", "remaining_ms", "priority", "n")
+    __slots__ = ("request_id", "attempt", "router_id", "router_epoch", "prompt_ids", "output_ids", "root_digest", "block_names", "sampling", "remaining_ms", "priority", "n", "outputs")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -141,6 +145,7 @@ class Request(_message.Message):
     REMAINING_MS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     N_FIELD_NUMBER: _ClassVar[int]
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     router_id: str
@@ -153,7 +158,16 @@ class Request(_message.Message):
     remaining_ms: int
     priority: int
     n: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., router_id: _Optional[str] = ..., router_epoch: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., root_digest: _Optional[bytes] = ..., block_names: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., remaining_ms: _Optional[int] = ..., priority: _Optional[int] = ..., n: _Optional[int] = ...) -> None: ...
+    outputs: _containers.RepeatedCompositeFieldContainer[ChoiceOutputs]
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., router_id: _Optional[str] = ..., router_epoch: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., root_digest: _Optional[bytes] = ..., block_names: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., remaining_ms: _Optional[int] = ..., priority: _Optional[int] = ..., n: _Optional[int] = ..., outputs: _Optional[_Iterable[_Union[ChoiceOutputs, _Mapping]]] = ...) -> None: ...
+
+class ChoiceOutputs(_message.Message):
+    __slots__ = ("choice", "token_ids")
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    choice: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, choice: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Reader(_message.Message):
     __slots__ = ("worker_id", "epoch", "address")
@@ -165,13 +179,29 @@ class Reader(_message.Message):
     address: str
     def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
+class Source(_message.Message):
+    __slots__ = ("worker_id", "epoch", "address", "blocks")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    epoch: str
+    address: str
+    blocks: int
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[str] = ..., address: _Optional[str] = ..., blocks: _Optional[int] = ...) -> None: ...
+
 class SubmitRequest(_message.Message):
-    __slots__ = ("request", "reader")
+    __slots__ = ("request", "reader", "source", "compute_here")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     READER_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_HERE_FIELD_NUMBER: _ClassVar[int]
     request: Request
     reader: Reader
-    def __init__(self, request: _Optional[_Union[Request, _Mapping]] = ..., reader: _Optional[_Union[Reader, _Mapping]] = ...) -> None: ...
+    source: Source
+    compute_here: bool
+    def __init__(self, request: _Optional[_Union[Request, _Mapping]] = ..., reader: _Optional[_Union[Reader, _Mapping]] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., compute_here: _Optional[bool] = ...) -> None: ...
 
 class SubmitReply(_message.Message):
     __slots__ = ()
@@ -304,7 +334,21 @@ class HandoffReport(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., state: _Optional[str] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., bytes: _Optional[int] = ..., layers: _Optional[int] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("step", "running", "waiting", "waiting_prefill_tokens", "blocks_total", "blocks_free", "blocks_used", "blocks_cached", "blocks_reserved", "blocks_quarantined", "prompt_tokens_computed", "prompt_tokens_cached", "tokens_generated", "prefill_tokens_per_s", "step_ms", "tokens_forwarded", "tokens_recomputed", "stalled", "preemptions", "decode_tokens_forwarded", "kv_unused_tokens", "kv_unwritten_blocks", "output_mispredictions", "admissions_held_back")
+    __slots__ = ("step", "running", "waiting", "waiting_prefill_tokens", "blocks_total", "blocks_free", "blocks_used", "blocks_cached", "blocks_reserved", "blocks_quarantined", "prompt_tokens_computed", "prompt_tokens_cached", "tokens_generated", "prefill_tokens_per_s", "step_ms", "tokens_forwarded", "tokens_recomputed", "stalled", "preemptions", "decode_tokens_forwarded", "kv_unused_tokens", "kv_unwritten_blocks", "output_mispredictions", "admissions_held_back", "pulls", "pulls_failed", "pulled_blocks", "cached_by_source", "loads_failed", "transfer_failures")
+    class CachedBySourceEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class TransferFailuresEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     STEP_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -329,6 +373,12 @@ class Load(_message.Message):
     KV_UNWRITTEN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_MISPREDICTIONS_FIELD_NUMBER: _ClassVar[int]
     ADMISSIONS_HELD_BACK_FIELD_NUMBER: _ClassVar[int]
+    PULLS_FIELD_NUMBER: _ClassVar[int]
+    PULLS_FAILED_FIELD_NUMBER: _ClassVar[int]
+    PULLED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BY_SOURCE_FIELD_NUMBER: _ClassVar[int]
+    LOADS_FAILED_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_FAILURES_FIELD_NUMBER: _ClassVar[int]
     step: int
     running: int
     waiting: int
@@ -353,10 +403,26 @@ class Load(_message.Message):
     kv_unwritten_blocks: int
     output_mispredictions: int
     admissions_held_back: int
-    def __init__(self, step: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_prefill_tokens: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_used: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_reserved: _Optional[int] = ..., blocks_quarantined: _Optional[int] = ..., prompt_tokens_computed: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., step_ms: _Optional[float] = ..., tokens_forwarded: _Optional[int] = ..., tokens_recomputed: _Optional[int] = ..., stalled: _Optional[bool] = ..., preemptions: _Optional[int] = ..., decode_tokens_forwarded: _Optional[int] = ..., kv_unused_tokens: _Optional[int] = ..., kv_unwritten_blocks: _Optional[int] = ..., output_mispredictions: _Optional[int] = ..., admissions_held_back: _Optional[int] = ...) -> None: ...
+    pulls: int
+    pulls_failed: int
+    pulled_blocks: int
+    cached_by_source: _containers.ScalarMap[str, int]
+    loads_failed: int
+    transfer_failures: _containers.ScalarMap[str, int]
+    def __init__(self, step: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_prefill_tokens: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_used: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_reserved: _Optional[int] = ..., blocks_quarantined: _Optional[int] = ..., prompt_tokens_computed: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., step_ms: _Optional[float] = ..., tokens_forwarded: _Optional[int] = ..., tokens_recomputed: _Optional[int] = ..., stalled: _Optional[bool] = ..., preemptions: _Optional[int] = ..., decode_tokens_forwarded: _Optional[int] = ..., kv_unused_tokens: _Optional[int] = ..., kv_unwritten_blocks: _Optional[int] = ..., output_mispredictions: _Optional[int] = ..., admissions_held_back: _Optional[int] = ..., pulls: _Optional[int] = ..., pulls_failed: _Optional[int] = ..., pulled_blocks: _Optional[int] = ..., cached_by_source: _Optional[_Mapping[str, int]] = ..., loads_failed: _Optional[int] = ..., transfer_failures: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class PullReport(_message.Message):
+    __slots__ = ("holder_id", "bytes", "wire_ms")
+    HOLDER_ID_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    WIRE_MS_FIELD_NUMBER: _ClassVar[int]
+    holder_id: str
+    bytes: int
+    wire_ms: float
+    def __init__(self, holder_id: _Optional[str] = ..., bytes: _Optional[int] = ..., wire_ms: _Optional[float] = ...) -> None: ...
 
 class WorkerMessage(_message.Message):
-    __slots__ = ("worker_id", "epoch", "seq", "outputs", "events", "handoffs", "load", "registration")
+    __slots__ = ("worker_id", "epoch", "seq", "outputs", "events", "handoffs", "load", "registration", "pulls")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SEQ_FIELD_NUMBER: _ClassVar[int]
@@ -365,6 +431,7 @@ class WorkerMessage(_message.Message):
     HANDOFFS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     REGISTRATION_FIELD_NUMBER: _ClassVar[int]
+    PULLS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: str
     seq: int
@@ -373,10 +440,11 @@ class WorkerMessage(_message.Message):
     handoffs: _containers.RepeatedCompositeFieldContainer[HandoffReport]
     load: Load
     registration: Registration
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[str] = ..., seq: _Optional[int] = ..., outputs: _Optional[_Iterable[_Union[Output, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[TimelineEvent, _Mapping]]] = ..., handoffs: _Optional[_Iterable[_Union[HandoffReport, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., registration: _Optional[_Union[Registration, _Mapping]] = ...) -> None: ...
+    pulls: _containers.RepeatedCompositeFieldContainer[PullReport]
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[str] = ..., seq: _Optional[int] = ..., outputs: _Optional[_Iterable[_Union[Output, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[TimelineEvent, _Mapping]]] = ..., handoffs: _Optional[_Iterable[_Union[HandoffReport, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., registration: _Optional[_Union[Registration, _Mapping]] = ..., pulls: _Optional[_Iterable[_Union[PullReport, _Mapping]]] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("ticket_id", "request", "writer_id", "writer_epoch", "writer_address", "reader_epoch", "fingerprint", "transport", "segment_request_json")
+    __slots__ = ("ticket_id", "request", "writer_id", "writer_epoch", "writer_address", "reader_epoch", "fingerprint", "transport", "segment_request_json", "spare_transports", "last_list")
     TICKET_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     WRITER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -386,6 +454,8 @@ class ReserveRequest(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_REQUEST_JSON_FIELD_NUMBER: _ClassVar[int]
+    SPARE_TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    LAST_LIST_FIELD_NUMBER: _ClassVar[int]
     ticket_id: str
     request: Request
     writer_id: str
@@ -395,23 +465,27 @@ class ReserveRequest(_message.Message):
     fingerprint: Fingerprint
     transport: str
     segment_request_json: str
-    def __init__(self, ticket_id: _Optional[str] = ..., request: _Optional[_Union[Request, _Mapping]] = ..., writer_id: _Optional[str] = ..., writer_epoch: _Optional[str] = ..., writer_address: _Optional[str] = ..., reader_epoch: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., transport: _Optional[str] = ..., segment_request_json: _Optional[str] = ...) -> None: ...
+    spare_transports: _containers.RepeatedScalarFieldContainer[str]
+    last_list: int
+    def __init__(self, ticket_id: _Optional[str] = ..., request: _Optional[_Union[Request, _Mapping]] = ..., writer_id: _Optional[str] = ..., writer_epoch: _Optional[str] = ..., writer_address: _Optional[str] = ..., reader_epoch: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., transport: _Optional[str] = ..., segment_request_json: _Optional[str] = ..., spare_transports: _Optional[_Iterable[str]] = ..., last_list: _Optional[int] = ...) -> None: ...
 
 class Grant(_message.Message):
-    __slots__ = ("ticket_id", "block_ids", "cached_blocks", "segment", "lease_ms", "geometry_json")
+    __slots__ = ("ticket_id", "block_ids", "cached_blocks", "segment", "lease_ms", "geometry_json", "transport")
     TICKET_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     GEOMETRY_JSON_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     ticket_id: str
     block_ids: _containers.RepeatedScalarFieldContainer[int]
     cached_blocks: int
     segment: str
     lease_ms: int
     geometry_json: str
-    def __init__(self, ticket_id: _Optional[str] = ..., block_ids: _Optional[_Iterable[int]] = ..., cached_blocks: _Optional[int] = ..., segment: _Optional[str] = ..., lease_ms: _Optional[int] = ..., geometry_json: _Optional[str] = ...) -> None: ...
+    transport: str
+    def __init__(self, ticket_id: _Optional[str] = ..., block_ids: _Optional[_Iterable[int]] = ..., cached_blocks: _Optional[int] = ..., segment: _Optional[str] = ..., lease_ms: _Optional[int] = ..., geometry_json: _Optional[str] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class Extent(_message.Message):
     __slots__ = ("layer", "block", "count", "digest")
@@ -484,14 +558,18 @@ class CloseTicketReply(_message.Message):
     def __init__(self) -> None: ...
 
 class LeaseRequest(_message.Message):
-    __slots__ = ("writer_id", "writer_epoch", "ticket_ids")
+    __slots__ = ("writer_id", "writer_epoch", "ticket_ids", "number", "reader_epoch")
     WRITER_ID_FIELD_NUMBER: _ClassVar[int]
     WRITER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     TICKET_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    READER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     writer_id: str
     writer_epoch: str
     ticket_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, writer_id: _Optional[str] = ..., writer_epoch: _Optional[str] = ..., ticket_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    number: int
+    reader_epoch: str
+    def __init__(self, writer_id: _Optional[str] = ..., writer_epoch: _Optional[str] = ..., ticket_ids: _Optional[_Iterable[str]] = ..., number: _Optional[int] = ..., reader_epoch: _Optional[str] = ...) -> None: ...
 
 class LeaseReply(_message.Message):
     __slots__ = ("reader_epoch", "unknown_ticket_ids")
@@ -500,6 +578,74 @@ class LeaseReply(_message.Message):
     reader_epoch: str
     unknown_ticket_ids: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, reader_epoch: _Optional[str] = ..., unknown_ticket_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class PullRequest(_message.Message):
+    __slots__ = ("ticket_id", "request_id", "attempt", "router_id", "router_epoch", "reader_id", "reader_epoch", "reader_address", "holder_epoch", "fingerprint", "transport", "block_names", "first", "block_ids", "segment", "geometry_json", "remaining_ms", "resend")
+    TICKET_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    READER_ID_FIELD_NUMBER: _ClassVar[int]
+    READER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    READER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_NAMES_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    GEOMETRY_JSON_FIELD_NUMBER: _ClassVar[int]
+    REMAINING_MS_FIELD_NUMBER: _ClassVar[int]
+    RESEND_FIELD_NUMBER: _ClassVar[int]
+    ticket_id: str
+    request_id: str
+    attempt: int
+    router_id: str
+    router_epoch: str
+    reader_id: str
+    reader_epoch: str
+    reader_address: str
+    holder_epoch: str
+    fingerprint: Fingerprint
+    transport: str
+    block_names: bytes
+    first: int
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    segment: str
+    geometry_json: str
+    remaining_ms: int
+    resend: _containers.RepeatedCompositeFieldContainer[Extent]
+    def __init__(self, ticket_id: _Optional[str] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., router_id: _Optional[str] = ..., router_epoch: _Optional[str] = ..., reader_id: _Optional[str] = ..., reader_epoch: _Optional[str] = ..., reader_address: _Optional[str] = ..., holder_epoch: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., transport: _Optional[str] = ..., block_names: _Optional[bytes] = ..., first: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., segment: _Optional[str] = ..., geometry_json: _Optional[str] = ..., remaining_ms: _Optional[int] = ..., resend: _Optional[_Iterable[_Union[Extent, _Mapping]]] = ...) -> None: ...
+
+class PullReply(_message.Message):
+    __slots__ = ("count", "extents", "bytes", "wire_ms")
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    EXTENTS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    WIRE_MS_FIELD_NUMBER: _ClassVar[int]
+    count: int
+    extents: _containers.RepeatedCompositeFieldContainer[Extent]
+    bytes: int
+    wire_ms: float
+    def __init__(self, count: _Optional[int] = ..., extents: _Optional[_Iterable[_Union[Extent, _Mapping]]] = ..., bytes: _Optional[int] = ..., wire_ms: _Optional[float] = ...) -> None: ...
+
+class EndPullRequest(_message.Message):
+    __slots__ = ("ticket_id", "reason", "holder_epoch")
+    TICKET_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ticket_id: str
+    reason: str
+    holder_epoch: str
+    def __init__(self, ticket_id: _Optional[str] = ..., reason: _Optional[str] = ..., holder_epoch: _Optional[str] = ...) -> None: ...
+
+class EndPullReply(_message.Message):
+    __slots__ = ("fenced",)
+    FENCED_FIELD_NUMBER: _ClassVar[int]
+    fenced: bool
+    def __init__(self, fenced: _Optional[bool] = ...) -> None: ...
 
 class StepsRequest(_message.Message):
     __slots__ = ("last",)

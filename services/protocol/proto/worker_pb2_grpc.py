@@ -79,6 +79,16 @@ class WorkerStub:
                 request_serializer=services_dot_protocol_dot_proto_dot_worker__pb2.LeaseRequest.SerializeToString,
                 response_deserializer=services_dot_protocol_dot_proto_dot_worker__pb2.LeaseReply.FromString,
                 _registered_method=True)
+        self.Pull = channel.unary_unary(
+                '/pdray.worker.v1.Worker/Pull',
+                request_serializer=services_dot_protocol_dot_proto_dot_worker__pb2.PullRequest.SerializeToString,
+                response_deserializer=services_dot_protocol_dot_proto_dot_worker__pb2.PullReply.FromString,
+                _registered_method=True)
+        self.EndPull = channel.unary_unary(
+                '/pdray.worker.v1.Worker/EndPull',
+                request_serializer=services_dot_protocol_dot_proto_dot_worker__pb2.EndPullRequest.SerializeToString,
+                response_deserializer=services_dot_protocol_dot_proto_dot_worker__pb2.EndPullReply.FromString,
+                _registered_method=True)
         self.Steps = channel.unary_unary(
                 '/pdray.worker.v1.Worker/Steps',
                 request_serializer=services_dot_protocol_dot_proto_dot_worker__pb2.StepsRequest.SerializeToString,
@@ -150,6 +160,20 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Pull(self, request, context):
+        """Prefill (which reads) -> any worker that holds leading blocks of the prompt: write them to me.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EndPull(self, request, context):
+        """The reader needs no more of a pull; answered when nothing of it is on the wire any more.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Steps(self, request, context):
         """For /debug/steps: the last steps of the engine, as JSON.
         """
@@ -204,6 +228,16 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Lease,
                     request_deserializer=services_dot_protocol_dot_proto_dot_worker__pb2.LeaseRequest.FromString,
                     response_serializer=services_dot_protocol_dot_proto_dot_worker__pb2.LeaseReply.SerializeToString,
+            ),
+            'Pull': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pull,
+                    request_deserializer=services_dot_protocol_dot_proto_dot_worker__pb2.PullRequest.FromString,
+                    response_serializer=services_dot_protocol_dot_proto_dot_worker__pb2.PullReply.SerializeToString,
+            ),
+            'EndPull': grpc.unary_unary_rpc_method_handler(
+                    servicer.EndPull,
+                    request_deserializer=services_dot_protocol_dot_proto_dot_worker__pb2.EndPullRequest.FromString,
+                    response_serializer=services_dot_protocol_dot_proto_dot_worker__pb2.EndPullReply.SerializeToString,
             ),
             'Steps': grpc.unary_unary_rpc_method_handler(
                     servicer.Steps,
@@ -454,6 +488,60 @@ class Worker:
             '/pdray.worker.v1.Worker/Lease',
             services_dot_protocol_dot_proto_dot_worker__pb2.LeaseRequest.SerializeToString,
             services_dot_protocol_dot_proto_dot_worker__pb2.LeaseReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pull(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdray.worker.v1.Worker/Pull',
+            services_dot_protocol_dot_proto_dot_worker__pb2.PullRequest.SerializeToString,
+            services_dot_protocol_dot_proto_dot_worker__pb2.PullReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EndPull(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdray.worker.v1.Worker/EndPull',
+            services_dot_protocol_dot_proto_dot_worker__pb2.EndPullRequest.SerializeToString,
+            services_dot_protocol_dot_proto_dot_worker__pb2.EndPullReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,27 +21,34 @@ WriterKey = tuple[str, str]  # worker id, epoch
 
 @dataclass(slots=True)
 class Inbound:
-    """One ticket of a writer, from Reserve until its sequence runs or its blocks are free again."""
+    """One ticket of a writer, until what it brought is in use or its blocks are free again.
+
+    ``on_end``: (ticket, reason, fenced): its writer is lost, or has left it out of its lists.
+    """
 
     core: WorkerCore
     live: LiveRequest
     ticket_id: str
     writer: WriterKey
+    on_end: Callable[[Inbound, str, bool], None]
+    trusts_lists: bool = True  # a list of the writer that leaves the ticket out means that it is over there
+    prefix: str = ""  # of its arrows' names in the timeline
     state: HandoffState = HandoffState.REQUESTED
     reserved: asyncio.Future[m.Reserved] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     verified: asyncio.Future[t.Verified] | None = None
     block_ids: tuple[int, ...] = ()
     cached_blocks: int = 0
-    verified_extents: dict[tuple[int, int], int] = field(default_factory=dict)  # (layer, block) -> count
+    transport: str = ""  # that the writer comes by; empty: our own
     resent: bool = False
-    absent: int = 0  # lists in a row that did not name this ticket
+    bad: frozenset[tuple[int, int, int]] = frozenset()  # (layer, block, count) of what had to be sent again
+    last_list: int = 0  # of the writer's lease lists, the last one that could not name this ticket
     commit: asyncio.Task[worker_pb2.CommitReply] | None = None
 
     def move(self, to: HandoffState, **detail: Any) -> None:
         """Along one arrow of the table; the request's timeline gets the arrow's name."""
         arrow = advance(self.state, to)
         self.state = to
-        self.core.emit_event(self.live, arrow, side="reader", ticket=self.ticket_id, **detail)
+        self.core.emit_event(self.live, self.prefix + arrow, side="reader", ticket=self.ticket_id, **detail)
 
 
 def check_fingerprint(ours: worker_pb2.Fingerprint, theirs: worker_pb2.Fingerprint) -> None:
@@ -75,16 +82,3 @@ def check_coverage(geometry: KVGeometry, expected_blocks: Sequence[int], extents
         if blocks != expected:
             return f"layer {layer} has {len(blocks)} of {len(expected)} blocks"
     return ""
-
-
-def stage_times(live: LiveRequest, output: m.SequenceOutput, now: float) -> worker_pb2.StageTimes | None:
-    """With token 1 and with the end: where this worker's time went, from its own clock."""
-    first = output.position == 0
-    if not first and not output.finish_reason:
-        return None
-    start_s = live.started_s or live.accepted_s
-    total_ms = (now - start_s) * 1000
-    compute_ms = min(output.compute_ms, total_ms)
-    if live.started_s:
-        return worker_pb2.StageTimes(wait_ms=total_ms - compute_ms, compute_ms=compute_ms)
-    return worker_pb2.StageTimes(queue_ms=total_ms - compute_ms, compute_ms=compute_ms)

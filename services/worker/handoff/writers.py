@@ -13,21 +13,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvstore.transfer import messages as t
-from services.decode.inbound import Inbound, WriterKey
-from services.engine import messages as m
 from services.protocol.errors import ErrorCode, RequestError
-from services.protocol.handoff import OPEN_STATES, HandoffState
+from services.protocol.handoff import HandoffState
 from services.protocol.proto import worker_pb2
 from services.worker.core import WorkerCore
+from services.worker.handoff.inbound import Inbound, WriterKey
 
 SWEEP_S = 0.5
-ABSENT_LISTS = 2
-"""Lists in a row that leave a granted ticket out before it is over; one may have crossed the grant."""
 
 
 @dataclass(slots=True)
 class Writer:
-    """One process start of one prefill worker."""
+    """One process start of one worker."""
 
     listener: asyncio.Future[t.ListenerReady]
     last_lease_s: float
@@ -37,14 +34,19 @@ class Writer:
     irrevocable: set[str] = field(default_factory=set)  # quarantined, and the transport cannot vouch for them
     refencing: set[str] = field(default_factory=set)  # wait for the Fenced that is under way
     fencing: bool = False
+    transport: str = ""  # that it comes by; empty: our own
 
 
 class Writers:
-    """``end`` revokes one ticket: (ticket, reason, fenced)."""
+    """``free`` says that nothing can land any more in blocks that were quarantined under a sequence id, ``on_lapse``
+    that a writer is being fenced for good, and with it every channel to it."""
 
-    def __init__(self, core: WorkerCore, end: Callable[[Inbound, str, bool], None]) -> None:
+    def __init__(
+        self, core: WorkerCore, free: Callable[[str], None], on_lapse: Callable[[WriterKey, str], None]
+    ) -> None:
         self._core = core
-        self._end = end
+        self._free = free
+        self._on_lapse = on_lapse
         self._writers: dict[WriterKey, Writer] = {}
 
     def check_open(self, key: WriterKey) -> None:
@@ -60,9 +62,9 @@ class Writers:
             self.lapse(old, f"{old[0]} came back with a new epoch")
         writer = self._writers.get(key)
         if writer is None:
-            listener: asyncio.Future[t.ListenerReady] = asyncio.get_running_loop().create_future()
-            writer = self._writers[key] = Writer(listener, self._core.clock())
-            self._core.send_transfer(t.OpenListener(worker_id=key[0], epoch=key[1]))
+            writer = self._new(key)
+            writer.transport = inbound.transport
+            self._open(key, writer)
         if not writer.tickets:
             writer.last_lease_s = self._core.clock()
         writer.tickets[inbound.ticket_id] = inbound
@@ -85,7 +87,7 @@ class Writers:
             inbound = writer.quarantined.pop(ticket_id, None)
             if inbound is not None:
                 inbound.move(HandoffState.FREE)
-                self._core.send_engine(m.Unquarantine(seq_id=inbound.live.seq_id))
+                self._free(inbound.live.seq_id)
             for waiting in (writer.unconfirmed, writer.irrevocable, writer.refencing):
                 waiting.discard(ticket_id)
 
@@ -105,24 +107,28 @@ class Writers:
     def renew(self, request: worker_pb2.LeaseRequest) -> None:
         """One list of a writer's open tickets; what it leaves out is fenced on its side."""
         writer = self._writers.get((request.writer_id, request.writer_epoch))
-        if writer is None:
+        if writer is None or request.reader_epoch != self._core.registration.epoch:
             return
         named = set(request.ticket_ids)
         writer.last_lease_s = self._core.clock()
-        for ticket_id in set(writer.quarantined) - named - writer.unconfirmed:
-            self.vouch(ticket_id)
-        for inbound in [x for x in writer.tickets.values() if x.state in OPEN_STATES - {HandoffState.REQUESTED}]:
-            inbound.absent = 0 if inbound.ticket_id in named else inbound.absent + 1
-            if inbound.absent >= ABSENT_LISTS:
-                self._end(inbound, "two lists of the writer left the ticket out", True)
+        tickets = [x for x in (*writer.quarantined.values(), *writer.tickets.values()) if x.trusts_lists]
+        for inbound in [x for x in tickets if x.ticket_id not in named and request.number > x.last_list]:
+            if inbound.ticket_id in writer.tickets:
+                inbound.on_end(inbound, "a list of the writer left the ticket out", True)
+            elif inbound.ticket_id not in writer.unconfirmed:
+                self.vouch(inbound.ticket_id)
 
     def lapse(self, key: WriterKey, reason: str) -> None:
-        """All tickets of this writer are over; their blocks stay quarantined until our memory is closed to it."""
-        writer = self._writers[key]
+        """All tickets of this writer are over; their blocks stay quarantined until our memory is closed to it.
+
+        One that was never let in is not let in before that either.
+        """
+        writer = self._writers.get(key) or self._new(key)
         for inbound in list(writer.tickets.values()):
-            self._end(inbound, reason, False)
+            inbound.on_end(inbound, reason, False)
         if not writer.fencing:
             writer.fencing = True
+            self._on_lapse(key, reason)
             self._core.send_transfer(t.Fence(worker_id=key[0], epoch=key[1], forget=True))
 
     def lose_all(self, reason: str) -> None:
@@ -130,6 +136,14 @@ class Writers:
         for key in list(self._writers):
             self.lapse(key, reason)
             self.on_fenced(key)
+
+    def reopen(self) -> None:
+        """Another transfer process runs, which has heard of nobody."""
+        for key, writer in list(self._writers.items()):
+            if writer.fencing:
+                self.on_fenced(key)
+            else:
+                self._open(key, writer)
 
     def on_listener(self, message: t.ListenerReady) -> None:
         writer = self._writers.get((message.worker_id, message.epoch))
@@ -153,3 +167,11 @@ class Writers:
             held = writer.quarantined or any(x.state is not HandoffState.REQUESTED for x in writer.tickets.values())
             if held and not writer.fencing and now - writer.last_lease_s > lease_s:
                 self.lapse(key, f"the lease lapsed: {key[0]} was silent for {lease_s:.0f} s")
+
+    def _new(self, key: WriterKey) -> Writer:
+        listener: asyncio.Future[t.ListenerReady] = asyncio.get_running_loop().create_future()
+        writer = self._writers[key] = Writer(listener, self._core.clock())
+        return writer
+
+    def _open(self, key: WriterKey, writer: Writer) -> None:
+        self._core.send_transfer(t.OpenListener(worker_id=key[0], epoch=key[1], transport=writer.transport))

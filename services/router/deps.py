@@ -1,0 +1,29 @@
+"""What the flow needs of its router, in one object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from services.config import ServeConfig
+from services.router.calls import WorkerCalls
+from services.router.fabric import FabricMeter
+from services.router.links import RouterIdentity
+from services.router.switchboard import Switchboard
+from services.router.view import View
+from services.telemetry.metrics import RouterMetrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deps:
+    """What all requests share."""
+
+    config: ServeConfig
+    identity: RouterIdentity
+    view: View
+    calls: Callable[[str], WorkerCalls | None]
+    switchboard: Switchboard
+    fabric: FabricMeter
+    metrics: RouterMetrics
+    clock: Callable[[], float]
+    next_turn: Callable[[], int]

@@ -1,0 +1,1 @@
+"""What becomes of a request when a worker fails: every fault, in every phase of the request, on real processes."""
