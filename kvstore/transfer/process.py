@@ -22,6 +22,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 from dataclasses import dataclass, field
 
@@ -190,6 +191,13 @@ class TransferProcess:
                 self._fence(message, time.monotonic())
 
 
+def _end_with_thread(failed: threading.ExceptHookArgs) -> None:
+    """A peer whose thread is gone would be waited for in vain; the end of the process fences it, and is seen."""
+    log.error("a thread failed; ending, so that nothing can land any more", exc_info=failed.exc_value)
+    logging.shutdown()
+    os._exit(EXIT_STUCK)
+
+
 def main(argv: list[str]) -> int:
     pipe_fd, parent_pid, memory_fd, progress_fd = (int(a) for a in argv)
     die_with_parent(parent_pid)
@@ -197,6 +205,7 @@ def main(argv: list[str]) -> int:
     logging.basicConfig(
         stream=divert_stderr(), level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )
+    threading.excepthook = _end_with_thread
     channel = ChildChannel(pipe_fd, m.CODEC)
     try:
         first = channel.receive(m.START_S)

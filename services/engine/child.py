@@ -29,10 +29,10 @@ log = logging.getLogger("pdray.engine")
 
 EXIT_REFUSED = 3
 """Exit code where the model or a setting was refused; the last line on stderr says why."""
-CHILD_ENV = {"GOMP_SPINCOUNT": "10000", "LMCACHE_TRACK_USAGE": "false"}
+CHILD_ENV = {"GOMP_SPINCOUNT": "10000", "LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "WARNING"}
 """For the process's start: idle threads of torch spin for microseconds, not for ever. With more threads than free
 cores, endless spinning made a prefill of 200 tokens take 5 s instead of 0.5 s; on a free machine this costs nothing.
-LMCache, where it is the tier, reports to nobody."""
+LMCache, where it is the tier, reports to nobody, and logs what went wrong."""
 _HANG_S = 3600.0
 
 

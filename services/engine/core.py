@@ -94,7 +94,7 @@ class Engine:
 
     def handle(self, message: Any) -> None:
         """Take in one message of the service process. What is wrong with a request ends that request."""
-        self._changed = True
+        self._changed |= not isinstance(message, GetSteps)
         now = self._clock()
         if isinstance(message, AddSequence | ReserveSequence):
             if not self._compiling.hold(message, now):
@@ -127,7 +127,6 @@ class Engine:
         elif isinstance(message, Loaded):
             self._loads.answered(message)
         elif isinstance(message, GetSteps):
-            self._changed = False
             self._send(Steps(json=self._log.last(message.last)))
         else:
             raise TypeError(f"the engine does not know {type(message).__name__}")

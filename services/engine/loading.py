@@ -200,10 +200,11 @@ class Loads:
                 self._end(load, loader.finish(seq.seq_id), 0)
 
     def advance(self) -> bool:
-        """End what is loaded or late; True where a sequence has moved."""
-        self._tiers.work()
+        """End what is loaded or late; True where a sequence has moved, or a block has become free."""
+        changed = self._tiers.work()
         for seq_id in self._tiers.fenced():
             self.unquarantine(seq_id)
+            changed = True
         self._tiers.forget_all_but({*self._roster.sequences, *(item.message.seq_id for item in self._held)})
         now = self._clock()
         before = len(self._loads)
@@ -214,7 +215,7 @@ class Loads:
             elif now >= load.until_s:
                 log.warning("loading %d blocks for %s took over %.1f s", load.wanted, seq_id, self._tiers.load_s)
                 self._end(load, load.loader.abort(seq_id), 0)
-        return len(self._loads) < before
+        return changed or len(self._loads) < before
 
     @property
     def patience_s(self) -> float | None:

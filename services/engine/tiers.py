@@ -122,14 +122,21 @@ class Tiers:
                 self._line.append((prefix, start, min(piece, stop - start)))
             seq.num_saved_blocks = stop
 
-    def work(self) -> None:
-        """Between two steps: let the connector do a piece of its work, and hand it one piece to save."""
+    def work(self) -> bool:
+        """Between two steps: let the connector do a piece of its work, and hand it one piece to save.
+
+        True: a save that was under way before has let go of its blocks.
+        """
         if self._connector is None:
-            return
+            return False
+        held = len(self._pinned)
         self._unpin_saved()
+        changed = len(self._pinned) < held
         if self._line and len(self._pinned) < _MAX_SAVES:
             self._save(*self._line.popleft())
-        self._wait_s = self._guard(lambda c: c.poll(), None)
+        nothing: float | None = None
+        self._wait_s = self._guard(lambda c: c.poll(), nothing)
+        return changed
 
     def stats(self) -> dict[str, int]:
         return self._guard(lambda c: c.stats(), {})

@@ -100,7 +100,6 @@ class AttachHub:
             message, box.pending = box.pending, worker_pb2.WorkerMessage()
             box.seq += 1
             message.seq = box.seq
-            self._stamp(message)
             box.kept.append(message)
             box.wake.set()
             if len(box.kept) > MAX_KEPT:
@@ -127,6 +126,7 @@ class AttachHub:
             while box.stream is stream and not reader.done():
                 for message in self._unsent(box):
                     box.sent = message.seq
+                    self._stamp(message)  # now, so that no older load follows a newer one
                     yield message
                 if self._closed:
                     break

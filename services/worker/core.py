@@ -265,7 +265,7 @@ class WorkerCore:
         now = self.clock()
         if done.stats.step > self.stats.step:
             self.longest_step_s = max(self.longest_step_s * 0.99, min(now - self.last_progress_s, 60.0))
-        is_news = done.stats != self.stats and not (done.outputs or done.stats.running or done.stats.waiting)
+        is_news = done.stats != self.stats and not (done.stats.running or done.stats.waiting)
         self.stats = done.stats
         for output in done.outputs:
             self._on_output(output)

@@ -127,7 +127,7 @@ def prompt(num_blocks: int, seed: int = 0) -> list[int]:
 @pytest.fixture(params=NAMES)
 def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     if request.param == "lmcache":
-        pytest.importorskip("lmcache", reason="LMCache is not installed: EXTRAS=dev,mooncake,lmcache make setup")
+        pytest.importorskip("lmcache", reason="LMCache is not installed; make setup does it")
         monkeypatch.setenv("LMCACHE_TRACK_USAGE", "false")
     group = KVGroup(num_layers=LAYERS, num_kv_heads=2, head_dim=8, block_size=SIZE, dtype="float32")
     memory = KVMemory.create(KVGeometry(groups=(group,), num_blocks=(BLOCKS,)))

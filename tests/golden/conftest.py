@@ -34,6 +34,16 @@ def model(default_model_folder: Path) -> LoadedModel:
 
 
 @pytest.fixture(scope="session")
+def tiny(tiny_model_folder: Path) -> LoadedModel:
+    """The tiny Llama, for what does not depend on the model."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    loaded = load_model(tiny_model_folder, dtype="float32")
+    torch.set_num_threads(before)
+    return loaded
+
+
+@pytest.fixture(scope="session")
 def expected(default_model_folder: Path) -> dict[int, Expected]:
     """By prompt length."""
     before = torch.get_num_threads()

@@ -10,11 +10,13 @@ import torch
 from services.engine.loader import LoadedModel, load_model
 from services.engine.messages import (
     AbortSequence,
+    GetSteps,
     ReleaseSequence,
     ReserveSequence,
     Sampling,
     StartSequence,
     StepDone,
+    Unquarantine,
 )
 from services.engine.runner import Runner
 from tests.engine_harness import Harness, sequence
@@ -81,6 +83,18 @@ def test_a_broken_hand_off_keeps_its_blocks_until_it_is_released(poisoned: Loade
     harness.send(ReleaseSequence(seq_id="bad", quarantine=True))
     harness.run()
     assert harness.engine.stats().blocks_quarantined == 1
+
+
+def test_what_a_fence_freed_is_told_though_a_ping_came_with_it(tiny: LoadedModel) -> None:
+    harness = Harness(tiny, num_blocks=14)
+    harness.send(sequence("a", PROMPTS[1], sampling=GREEDY, hand_off=True))
+    harness.run()
+    harness.send(AbortSequence(seq_id="a", quarantine=True))
+    harness.run()
+    harness.send(Unquarantine(seq_id="a"), GetSteps(last=0))
+    harness.run()
+    told = [m.stats.blocks_quarantined for m in harness.sent if isinstance(m, StepDone)]
+    assert told[-2:] == [2, 0]
 
 
 def test_a_step_that_raises_is_tried_again_one_by_one(

@@ -19,30 +19,30 @@ from services.engine.sequence import Phase
 from tests.engine_harness import Harness, sequence
 
 SIZE = 16
-PROMPT = [(7 * i) % 900 + 100 for i in range(70)]  # 4 full blocks and 6 tokens
+PROMPT = [(7 * i) % 400 + 100 for i in range(70)]  # 4 full blocks and 6 tokens
 GREEDY = Sampling(max_tokens=6, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def holder(model: LoadedModel) -> Harness:
+def holder(tiny: LoadedModel) -> Harness:
     """A worker that has computed the prompt, and still holds its blocks."""
-    harness = Harness(model, num_blocks=32)
+    harness = Harness(tiny, num_blocks=32)
     harness.send(sequence("a", PROMPT, sampling=GREEDY, hand_off=True))
     harness.run()
     return harness
 
 
 @pytest.fixture(scope="module")
-def answer(model: LoadedModel) -> list[int]:
-    harness = Harness(model, num_blocks=32)
+def answer(tiny: LoadedModel) -> list[int]:
+    harness = Harness(tiny, num_blocks=32)
     harness.send(sequence("a", PROMPT, sampling=GREEDY))
     harness.run()
     return harness.tokens("a")
 
 
-def asking(model: LoadedModel, *, offered: int, hand_off: bool = False) -> tuple[Harness, LoadWanted]:
+def asking(tiny: LoadedModel, *, offered: int, hand_off: bool = False) -> tuple[Harness, LoadWanted]:
     """A worker that was just told that a peer offers so many blocks, and what it wants of them."""
-    harness = Harness(model, num_blocks=32)
+    harness = Harness(tiny, num_blocks=32)
     harness.send(sequence("b", PROMPT, sampling=GREEDY, offered_blocks=offered, hand_off=hand_off))
     harness.run()
     (wanted,) = harness.of(LoadWanted)
@@ -59,9 +59,9 @@ def write(holder: Harness, harness: Harness, wanted: LoadWanted, count: int) -> 
 
 
 def test_nothing_is_computed_before_the_answer_and_the_rest_after_it(
-    model: LoadedModel, holder: Harness, answer: list[int]
+    tiny: LoadedModel, holder: Harness, answer: list[int]
 ) -> None:
-    harness, wanted = asking(model, offered=4)
+    harness, wanted = asking(tiny, offered=4)
     assert (wanted.first, wanted.count, len(wanted.block_ids)) == (0, 4, 5)
     assert harness.engine.tally.tokens_forwarded == 0
     assert harness.engine.stats().blocks_reserved == 5
@@ -78,8 +78,8 @@ def test_nothing_is_computed_before_the_answer_and_the_rest_after_it(
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_what_did_not_come_is_computed(model: LoadedModel, holder: Harness, answer: list[int], count: int) -> None:
-    harness, wanted = asking(model, offered=4)
+def test_what_did_not_come_is_computed(tiny: LoadedModel, holder: Harness, answer: list[int], count: int) -> None:
+    harness, wanted = asking(tiny, offered=4)
     write(holder, harness, wanted, count)
     harness.send(Loaded(seq_id="b", count=count))
     harness.run()
@@ -90,9 +90,9 @@ def test_what_did_not_come_is_computed(model: LoadedModel, holder: Harness, answ
 
 
 def test_a_write_that_may_still_land_costs_its_blocks_and_not_the_answer(
-    model: LoadedModel, holder: Harness, answer: list[int]
+    tiny: LoadedModel, holder: Harness, answer: list[int]
 ) -> None:
-    harness, wanted = asking(model, offered=4)
+    harness, wanted = asking(tiny, offered=4)
     harness.send(Loaded(seq_id="b", count=4, quarantine=True))
     harness.run()
     write(holder, harness, wanted, 4)  # late, as quarantine expects
@@ -104,8 +104,8 @@ def test_a_write_that_may_still_land_costs_its_blocks_and_not_the_answer(
     assert harness.engine.stats().blocks_quarantined == 0
 
 
-def test_two_quarantines_of_one_sequence_end_with_two_fences(model: LoadedModel) -> None:
-    harness, _ = asking(model, offered=4, hand_off=True)
+def test_two_quarantines_of_one_sequence_end_with_two_fences(tiny: LoadedModel) -> None:
+    harness, _ = asking(tiny, offered=4, hand_off=True)
     harness.send(Loaded(seq_id="b", count=0, quarantine=True))
     harness.run()
     harness.send(AbortSequence(seq_id="b", quarantine=True))  # its hand-off was on the wire too
@@ -118,8 +118,8 @@ def test_two_quarantines_of_one_sequence_end_with_two_fences(model: LoadedModel)
 
 
 @pytest.mark.parametrize("quarantine", [False, True])
-def test_an_abort_while_loading_lets_the_blocks_go(model: LoadedModel, quarantine: bool) -> None:
-    harness, _ = asking(model, offered=4)
+def test_an_abort_while_loading_lets_the_blocks_go(tiny: LoadedModel, quarantine: bool) -> None:
+    harness, _ = asking(tiny, offered=4)
     harness.send(AbortSequence(seq_id="b", quarantine=quarantine))
     harness.send(Loaded(seq_id="b", count=4))  # crossed the abort
     harness.run()
@@ -131,8 +131,8 @@ def test_an_abort_while_loading_lets_the_blocks_go(model: LoadedModel, quarantin
     assert harness.engine.stats().blocks_free == 32
 
 
-def test_a_hand_off_announces_its_first_chunk_after_the_load(model: LoadedModel, holder: Harness) -> None:
-    harness, wanted = asking(model, offered=4, hand_off=True)
+def test_a_hand_off_announces_its_first_chunk_after_the_load(tiny: LoadedModel, holder: Harness) -> None:
+    harness, wanted = asking(tiny, offered=4, hand_off=True)
     assert harness.of(PrefillStarted) == []
     write(holder, harness, wanted, 4)
     harness.send(Loaded(seq_id="b", count=4))
@@ -144,9 +144,9 @@ def test_a_hand_off_announces_its_first_chunk_after_the_load(model: LoadedModel,
 
 
 def test_others_go_on_while_one_loads_and_equal_prompts_wait_for_it(
-    model: LoadedModel, holder: Harness, answer: list[int]
+    tiny: LoadedModel, holder: Harness, answer: list[int]
 ) -> None:
-    harness, wanted = asking(model, offered=4)
+    harness, wanted = asking(tiny, offered=4)
     harness.send(sequence("c", PROMPT[::-1], sampling=GREEDY), sequence("d", PROMPT, sampling=GREEDY))
     harness.run()
     assert len(harness.tokens("c")) == GREEDY.max_tokens
@@ -159,8 +159,8 @@ def test_others_go_on_while_one_loads_and_equal_prompts_wait_for_it(
     assert dict(harness.engine.stats().cached_by_source) == {"device": 4 * SIZE, "peer": 4 * SIZE}
 
 
-def test_a_preempted_sequence_does_not_ask_its_peer_again(model: LoadedModel, holder: Harness) -> None:
-    harness, wanted = asking(model, offered=4)
+def test_a_preempted_sequence_does_not_ask_its_peer_again(tiny: LoadedModel, holder: Harness) -> None:
+    harness, wanted = asking(tiny, offered=4)
     write(holder, harness, wanted, 4)
     harness.send(Loaded(seq_id="b", count=4))
     harness.step()
@@ -172,8 +172,8 @@ def test_a_preempted_sequence_does_not_ask_its_peer_again(model: LoadedModel, ho
     assert len(harness.tokens("b")) == GREEDY.max_tokens
 
 
-def test_an_offer_of_what_is_here_already_asks_for_nothing(model: LoadedModel) -> None:
-    harness = Harness(model, num_blocks=32)
+def test_an_offer_of_what_is_here_already_asks_for_nothing(tiny: LoadedModel) -> None:
+    harness = Harness(tiny, num_blocks=32)
     harness.send(sequence("a", PROMPT, sampling=GREEDY))
     harness.run()
     harness.send(sequence("b", PROMPT, sampling=GREEDY, offered_blocks=3))

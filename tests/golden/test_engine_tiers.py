@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
 from kvstore.blocks import block_names, namespace_root
 from kvstore.tier.base import Prefix
 from kvstore.tier.registry import TierOptions
-from services.engine.loader import LoadedModel, load_model
+from services.engine.loader import LoadedModel
 from services.engine.messages import AbortSequence, AddSequence, LoadEnded, Sampling
 from services.engine.sequence import Phase
 from tests.engine_harness import Harness, sequence
@@ -31,11 +31,6 @@ def prompt(seed: int, length: int = LENGTH) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def tiny(tiny_model_folder: Path) -> LoadedModel:
-    return load_model(tiny_model_folder, dtype="float32")
-
-
-@pytest.fixture(scope="module")
 def cold(tiny: LoadedModel) -> list[int]:
     """What the engine answers without a tier."""
     return answers(Harness(tiny, num_blocks=40), "cold", prompt(1))
@@ -44,7 +39,7 @@ def cold(tiny: LoadedModel) -> list[int]:
 @pytest.fixture(params=TIERS)
 def tier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "lmcache":
-        pytest.importorskip("lmcache", reason="LMCache is not installed: EXTRAS=dev,mooncake,lmcache make setup")
+        pytest.importorskip("lmcache", reason="LMCache is not installed; make setup does it")
         monkeypatch.setenv("LMCACHE_TRACK_USAGE", "false")
     return str(request.param)
 
@@ -207,3 +202,31 @@ def test_whatever_fails_in_a_tier_the_answer_is_right(tiny: LoadedModel, cold: l
     assert stats.loads_failed == (0 if fails == "lookup" else 1)
     assert stats.blocks_quarantined == (32 if fails == "raise" else 0)  # nobody can say whether it still writes
     assert stats.blocks_used == stats.blocks_reserved == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_loads_over_a_small_pool_and_a_small_tier_answer_as_without_a_tier(
+    tiny: LoadedModel, tier: str, seed: int
+) -> None:
+    source = random.Random(seed)
+    trunk = prompt(9, 160)
+    prompts = [trunk[: 32 * i] + prompt(20 + i, source.choice([40, 65, 96])) for i in range(5)]
+    expected = [answers(Harness(tiny, num_blocks=40), "cold", ids) for ids in prompts]
+    options = dataclasses.replace(OPTIONS, host_bytes=(256 << 10) if tier == "host" else OPTIONS.host_bytes)
+    harness = Harness(tiny, num_blocks=24, tier=tier, tier_options=options)
+    asked: list[tuple[str, int]] = []
+    for burst in range(8):
+        for i in range(source.randint(1, 4)):
+            which = source.randrange(len(prompts))
+            asked.append((f"{burst}-{i}", which))
+            harness.send(sequence(asked[-1][0], prompts[which], sampling=GREEDY))
+            harness.step()
+        if source.random() < 0.3:
+            harness.send(AbortSequence(seq_id=asked.pop()[0]))
+        harness.run()
+    for seq_id, which in asked:
+        assert harness.tokens(seq_id) == expected[which], (seed, seq_id)
+    assert any(ended.count for ended in harness.of(LoadEnded))
+    counts = harness.pool.counts()
+    assert (counts.used, counts.reserved, counts.quarantined) == (0, 0, 0)
+    harness.tiers.close()

@@ -1,4 +1,4 @@
-"""A transport whose channel cannot be closed, as Mooncake's with a thread inside."""
+"""Transports whose channel cannot be closed, as Mooncake's with a thread inside, or raises what no transport may."""
 
 from __future__ import annotations
 
@@ -20,6 +20,11 @@ class StuckChannel:
         raise ChannelStuck("a thread does not return")
 
 
+class BrokenChannel(StuckChannel):
+    def poll(self, ids: Sequence[int]) -> Mapping[int, WriteState]:
+        raise ZeroDivisionError("a bug of the transport")
+
+
 class StuckTransport:
     name = "stuck"
 
@@ -31,3 +36,10 @@ class StuckTransport:
 
     def connect(self, region: Region, peer: Peer, segment: str) -> StuckChannel:
         return StuckChannel()
+
+
+class BrokenTransport(StuckTransport):
+    name = "broken"
+
+    def connect(self, region: Region, peer: Peer, segment: str) -> StuckChannel:
+        return BrokenChannel()

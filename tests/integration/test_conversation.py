@@ -97,6 +97,7 @@ def test_each_turn_computes_only_what_the_user_has_added(
         asyncio.run(cluster.stop())
 
 
+@pytest.mark.slow
 def test_without_pulls_the_last_answer_is_computed_again(
     cold_answers: list[list[int]], default_model_folder: Path, tmp_path: Path
 ) -> None:
@@ -112,6 +113,7 @@ def test_without_pulls_the_last_answer_is_computed_again(
         asyncio.run(cluster.stop())
 
 
+@pytest.mark.slow
 def test_a_holder_that_dies_while_it_sends_back_costs_time_and_no_token(
     cold_answers: list[list[int]], valkey: str, default_model_folder: Path, tmp_path: Path
 ) -> None:

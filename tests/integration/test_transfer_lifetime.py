@@ -101,6 +101,19 @@ async def test_a_channel_that_cannot_be_closed_ends_the_process() -> None:
         await pair.stop()
 
 
+async def test_a_thread_that_fails_ends_the_process_instead_of_leaving_its_peer_to_wait() -> None:
+    pair = Pair(num_blocks=6)
+    try:
+        await pair.writer.start("tests.integration.stuck_transport:BrokenTransport")
+        pair.open_source()
+        pair.grant("anything")
+        pair.compute(0, 6)
+        await pair.writer.until(lambda: pair.writer.exit_code is not None, "it did not end")
+        assert pair.writer.exit_code == EXIT_STUCK
+    finally:
+        await pair.stop()
+
+
 async def test_a_message_that_means_nothing_here_is_survived(side: Side) -> None:
     await side.start("tcp")
     side.client.send(m.Started(pid=1, transport="x"))

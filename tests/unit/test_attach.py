@@ -17,10 +17,11 @@ ROUTER = ("router", "e1")
 class Rig:
     def __init__(self) -> None:
         self.now = 0.0
+        self.step = 7
         self.lost: list[tuple[str, str]] = []
         self.hub = AttachHub(
             lambda: worker_pb2.Registration(worker_id="w", epoch="we"),
-            lambda: worker_pb2.Load(step=7),
+            lambda: worker_pb2.Load(step=self.step),
             self.lost.append,
             lambda: self.now,
         )
@@ -189,4 +190,18 @@ async def test_a_load_that_is_news_is_told_at_once(monkeypatch: pytest.MonkeyPat
     rig.hub.tell_load()
     told = await router.next()
     assert (told.seq, told.load.step, len(told.outputs)) == (0, 7, 0)
+    await router.hang_up()
+
+
+async def test_no_older_load_follows_a_newer_one() -> None:
+    rig = Rig()
+    router = Router(rig.hub)
+    await router.next()
+    rig.output(0)
+    await asyncio.sleep(0)  # flushed: it is on its way
+    rig.step = 8
+    rig.hub.tell_load()
+    told = [await router.next() for _ in range(2)]
+    assert [len(m.outputs) for m in told] == [1, 0]
+    assert [m.load.step for m in told] == [8, 8]
     await router.hang_up()
