@@ -3,8 +3,8 @@
     saved ─► CACHED, leaf-first LRU ─ reserve ─► USED, held for a load ─ finish ─► CACHED
 
 It has no thread. Beside an engine that computes on all cores a copying thread would slow steps more than the copy
-itself takes, so every copy is made by the step loop, a few blocks between two steps. Copying a 16-token block of a
-model with 30 layers and 23 KB of KV for each token (369 KB) takes about 0.1 ms.
+itself takes, so every copy is made by the step loop, a few blocks between two steps. Copying a block of 369 KB (16
+tokens of a model with 30 layers) takes 0.1 ms, and 0.4 ms where the memory is touched for the first time.
 """
 
 from __future__ import annotations

@@ -90,14 +90,17 @@ def serve(channel: ChildChannel, memory_fd: int, progress_fd: int, config: dict[
         )
     )
     busy = False
-    while True:
-        for message in channel.receive(0 if busy else engine.patience_s):
-            if isinstance(message, Stop):
-                return
-            engine.handle(message)
-        busy = engine.advance()
-        if hang_after is not None and engine.num_steps >= hang_after:
-            time.sleep(_HANG_S)
+    try:
+        while True:
+            for message in channel.receive(0 if busy else engine.patience_s):
+                if isinstance(message, Stop):
+                    return
+                engine.handle(message)
+            busy = engine.advance()
+            if hang_after is not None and engine.num_steps >= hang_after:
+                time.sleep(_HANG_S)
+    finally:
+        engine.tiers.close()  # whose threads would keep the process
 
 
 def main(argv: list[str]) -> int:

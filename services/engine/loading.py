@@ -118,7 +118,7 @@ class Loads:
 
     def hold(self, message: AddSequence, accepted_s: float) -> bool:
         """Keep a sequence whose look-ups need time, until `take` gives it back; False for any other."""
-        if not self._tiers.may_load or message.offered_blocks or not message.block_names:
+        if not self._tiers.may_load or not message.block_names:
             return False
         if self._tiers.lookup(message.seq_id, _prefix(message)) is not None:
             return False
@@ -175,14 +175,16 @@ class Loads:
     # -- around a step ----------------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Look up again what tiers offer to those who may be placed next."""
+        """Look up again what the tier offers to those who may be placed next; it goes before a peer with no more."""
         if not self._tiers.may_load:
             return
         for seq in self._roster.queue.first(_LOOK_AHEAD, self._roster.clock):
-            if seq.offered_by != PEER and seq.may_load:
-                offered = self._tiers.lookup(seq.seq_id, Prefix(seq.root, seq.token_ids, seq.names))
-                seq.offered_blocks, seq.offered_by = offered or 0, self._tiers.name
-                seq.num_saved_blocks = max(seq.num_saved_blocks, seq.offered_blocks)
+            if not seq.may_load or not seq.names:
+                continue
+            offered = self._tiers.lookup(seq.seq_id, Prefix(seq.root, seq.token_ids, seq.names)) or 0
+            seq.num_saved_blocks = max(seq.num_saved_blocks, offered)
+            if seq.offered_by != PEER or offered >= seq.offered_blocks:
+                seq.offered_blocks, seq.offered_by = offered, self._tiers.name
 
     def begin(self, loading: Sequence[EngineSequence]) -> None:
         """Sequences have just become LOADING."""

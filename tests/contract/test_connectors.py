@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -303,4 +304,19 @@ def test_what_is_no_connector_is_refused_with_the_reason(name: str, says: str) -
     with pytest.raises(ConfigError, match=f"tier.connector.*{says}"):
         make_connector(name, memory, TierOptions())
     assert make_connector("off", memory, TierOptions()) is None
+    memory.close()
+
+
+def test_a_package_registers_a_connector_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    about = tmp_path / "mystore-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: mystore\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text(f"[pdray.connectors]\nmystore = {NAMES[1]}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    group = KVGroup(num_layers=1, num_kv_heads=1, head_dim=8, block_size=SIZE, dtype="float32")
+    memory = KVMemory.create(KVGeometry(groups=(group,), num_blocks=(2,)))
+    connector = make_connector("mystore", memory, TierOptions())
+    assert type(connector).__name__ == "DictConnector"
+    with pytest.raises(ConfigError, match="host, lmcache, mystore"):
+        make_connector("other", memory, TierOptions())
     memory.close()

@@ -84,7 +84,7 @@ def test_what_cannot_work_is_refused_with_its_reason(helm_name: str, values: dic
 
 
 def test_the_schema_knows_every_setting_that_the_chart_does_not_manage() -> None:
-    kinds = {int: "integer", float: "number", bool: "boolean", str: "string"}
+    kinds = {int: "integer", float: "number", bool: "boolean", str: "string", tuple[str, ...]: "array"}
     wanted: dict[str, dict[str, str]] = {}
     for section, section_type in typing.get_type_hints(ServeConfig).items():
         if not dataclasses.is_dataclass(section_type):

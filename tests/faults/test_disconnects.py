@@ -17,6 +17,8 @@ from services.protocol.client import AsyncPdrayClient
 from tests.faults.control import Rule
 from tests.faults.rig import Disturbed
 
+pytestmark = pytest.mark.slow
+
 TOKENS = 20
 SLOW = [pytest.mark.slow, pytest.mark.timeout(2400)]
 PHASES = ("queued", "prefill_started", "receiving", "committed")

@@ -16,6 +16,8 @@ from services.protocol.errors import RequestError
 from tests.faults.control import Rule
 from tests.faults.rig import Disturbed
 
+pytestmark = pytest.mark.slow
+
 NEVER_WHOLE = Rule(fault="drop", layers=(2,))
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 6}
 

@@ -22,6 +22,8 @@ from tests.faults.control import Faults, Rule
 from tests.faults.rig import Disturbed
 from tests.integration.transfer_rig import Pair
 
+pytestmark = pytest.mark.slow
+
 NUM_BLOCKS = 6
 FOREIGN = b"\x77" * 64
 SLOW = [pytest.mark.slow, pytest.mark.timeout(2400)]

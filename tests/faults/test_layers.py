@@ -16,6 +16,7 @@ ROUNDS = [5, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(1200
 FLIPS = [20, pytest.param(500, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
 
 
+@pytest.mark.slow
 async def run(disturbed: Disturbed, rounds: int, *rules: Rule, tokens: int = 90, at_once: int = 4) -> list[str]:
     """So many requests under these rules; the outcome of each, "" where the answer was the expected one."""
     disturbed.faults.set(*rules)
@@ -28,6 +29,7 @@ async def run(disturbed: Disturbed, rounds: int, *rules: Rule, tokens: int = 90,
     return outcomes
 
 
+@pytest.mark.slow
 async def counted(disturbed: Disturbed, kind: str, at_least: int) -> int:
     """The counter once it is there; workers tell their load each second."""
     for _ in range(30):
@@ -54,6 +56,7 @@ async def test_a_layer_2_that_got_lost_once_is_sent_again(disturbed: Disturbed, 
     assert await counted(disturbed, "extent", bad + lost) == bad + lost
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds", ROUNDS)
 async def test_without_layer_2_no_request_gets_wrong_text(disturbed: Disturbed, rounds: int) -> None:
     bad = disturbed.failures()["extent"]
@@ -62,6 +65,7 @@ async def test_without_layer_2_no_request_gets_wrong_text(disturbed: Disturbed, 
     assert await counted(disturbed, "extent", bad + 2 * rounds) >= bad + 2 * rounds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds", ROUNDS)
 async def test_a_layer_1_that_comes_twice_changes_nothing(disturbed: Disturbed, rounds: int) -> None:
     before = disturbed.failures()
@@ -85,10 +89,12 @@ async def test_a_bit_flipped_in_the_readers_memory_is_always_caught(disturbed: D
     assert await counted(disturbed, "extent", bad + rounds) == bad + rounds
 
 
+@pytest.mark.slow
 async def test_bits_that_flip_again_and_again_never_become_text(disturbed: Disturbed) -> None:
     assert set(await run(disturbed, 4, Rule(fault="corrupt", layers=(3,)))) <= {"", *CLEAN}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "kind"), [("fail_submit", "submit"), ("fail_completion", "completion")])
 async def test_a_failed_write_is_sent_again_over_a_new_channel(disturbed: Disturbed, fault: str, kind: str) -> None:
     before = disturbed.failures()[kind]
@@ -96,12 +102,14 @@ async def test_a_failed_write_is_sent_again_over_a_new_channel(disturbed: Distur
     assert await counted(disturbed, kind, before + 1) > before
 
 
+@pytest.mark.slow
 async def test_writes_that_always_fail_end_in_a_clean_error(disturbed: Disturbed) -> None:
     before = disturbed.failures()["completion"]
     assert set(await run(disturbed, 2, Rule(fault="fail_completion"))) <= {"", *CLEAN}
     assert await counted(disturbed, "completion", before + 2) >= before + 2
 
 
+@pytest.mark.slow
 async def test_a_reader_that_cannot_be_reached_is_counted(disturbed: Disturbed) -> None:
     before = disturbed.failures()["connect"]
     rules = (Rule(fault="fail_completion", times=1), Rule(fault="fail_connect", times=1))  # closed, then not reached
@@ -109,6 +117,7 @@ async def test_a_reader_that_cannot_be_reached_is_counted(disturbed: Disturbed) 
     assert await counted(disturbed, "connect", before + 1) == before + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [0, NUM_LAYERS - 1])
 async def test_a_layer_that_stalls_ends_with_the_clients_deadline(disturbed: Disturbed, layer: int) -> None:
     disturbed.faults.set(Rule(fault="stall", layers=(layer,), times=1))
@@ -118,6 +127,7 @@ async def test_a_layer_that_stalls_ends_with_the_clients_deadline(disturbed: Dis
     assert disturbed.faults.counts()["held_fenced"] >= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rule",
     [
@@ -132,6 +142,7 @@ async def test_writes_that_are_slow_or_out_of_order_arrive(disturbed: Disturbed,
     assert set(await run(disturbed, 4, rule)) == {""}
 
 
+@pytest.mark.slow
 async def test_a_channel_whose_end_is_not_confirmed_is_counted_and_harms_nobody(disturbed: Disturbed) -> None:
     before, left = disturbed.failures()["close"], disturbed.faults.counts()["left_on_wire"]
     rules = (Rule(fault="stall", layers=(1,), times=1), Rule(fault="unconfirmed_close", times=1, seconds=0.2))

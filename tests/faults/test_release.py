@@ -13,6 +13,8 @@ from kvstore.transfer import messages as m
 from tests.faults.control import Faults, Rule
 from tests.integration.transfer_rig import Pair, Side
 
+pytestmark = pytest.mark.slow
+
 NUM_BLOCKS = 6
 
 
@@ -54,7 +56,7 @@ def failures(side: Side) -> Counter[str]:
     return found
 
 
-@pytest.mark.parametrize("inner", ["Tcp", "Mooncake"])
+@pytest.mark.parametrize("inner", ["Tcp", pytest.param("Mooncake", marks=pytest.mark.slow)])
 async def test_failed_writes_are_told_by_their_stage_and_leave_nothing_open(tmp_path: Path, inner: str) -> None:
     pair, faults = Pair(num_blocks=NUM_BLOCKS), Faults(tmp_path, num_layers=30)
     shared_memory = set(os.listdir("/dev/shm"))

@@ -88,6 +88,7 @@ class Landing:
         self._folder = folder_of(control)
         self._door = self._folder / _door(segment)
         self._allowed: set[str] = set()
+        self._known: set[str] = set()  # allowed once; no transport lands anything of a ticket that never was
         self._lock = threading.Lock()  # held while bytes land, so that revoking and closing wait for them
         self._is_closed = threading.Event()
         draft = self._door.with_suffix(".draft")
@@ -99,6 +100,7 @@ class Landing:
     def allow(self, ticket_id: str) -> None:
         with self._lock:
             self._allowed.add(ticket_id)
+            self._known.add(ticket_id)
 
     def revoke(self, ticket_id: str) -> None:
         with self._lock:
@@ -127,7 +129,7 @@ class Landing:
         rules = self._control.rules()
         knows_tickets = rules.first("unfenced") is None and rules.first("broken_fence") is None
         with self._lock:
-            if packet.flips or packet.ticket_id in self._allowed or not knows_tickets:
+            if packet.flips or packet.ticket_id in (self._allowed if knows_tickets else self._known):
                 self._land(packet, payload)
                 event = "flipped" if packet.flips else "late_landed"
             else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
@@ -12,7 +12,7 @@ from kvstore.blocks import block_names, namespace_root
 from kvstore.tier.base import Prefix
 from kvstore.tier.registry import TierOptions
 from services.engine.loader import LoadedModel
-from services.engine.messages import AbortSequence, AddSequence, LoadEnded, Sampling
+from services.engine.messages import AbortSequence, AddSequence, LoadEnded, LoadWanted, Sampling
 from services.engine.sequence import Phase
 from tests.engine_harness import Harness, sequence
 
@@ -23,6 +23,7 @@ GREEDY = Sampling(max_tokens=8, ignore_eos=True)
 OPTIONS = TierOptions(host_bytes=64 << 20, chunk_tokens=CHUNK_TOKENS, model="tiny")
 EXAMPLE = "docs.examples.dict_connector:DictConnector"
 TIERS = ["host", EXAMPLE, "lmcache"]
+Make = Callable[..., Harness]
 FAILING = f"{__name__}:FailingConnector"
 
 
@@ -44,6 +45,20 @@ def tier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return str(request.param)
 
 
+@pytest.fixture
+def made() -> Iterator[Make]:
+    """Engines with a tier, whose threads end with the test."""
+    harnesses: list[Harness] = []
+
+    def make(model: LoadedModel, num_blocks: int, tier: str, options: TierOptions = OPTIONS) -> Harness:
+        harnesses.append(Harness(model, num_blocks=num_blocks, tier=tier, tier_options=options))
+        return harnesses[-1]
+
+    yield make
+    for harness in harnesses:
+        harness.tiers.close()
+
+
 def answers(harness: Harness, seq_id: str, ids: Sequence[int], sampling: Sampling = GREEDY) -> list[int]:
     harness.send(sequence(seq_id, ids, sampling=sampling))
     harness.run()
@@ -57,9 +72,9 @@ def evict(harness: Harness, seed: int = 2) -> None:
 
 
 def test_a_prompt_that_was_stored_and_evicted_comes_back_with_equal_tokens(
-    tiny: LoadedModel, tier: str, cold: list[int]
+    tiny: LoadedModel, made: Make, tier: str, cold: list[int]
 ) -> None:
-    harness = Harness(tiny, num_blocks=40, tier=tier, tier_options=OPTIONS)
+    harness = made(tiny, 40, tier)
     assert answers(harness, "first", prompt(1)) == cold
     assert harness.end("first").cached_tokens == 0
     evict(harness)
@@ -72,11 +87,10 @@ def test_a_prompt_that_was_stored_and_evicted_comes_back_with_equal_tokens(
     assert (ended.source, ended.count * SIZE) == (tier, kept - here)
     counts = harness.pool.counts()
     assert (counts.used, counts.reserved, counts.quarantined) == (0, 0, 0)
-    harness.tiers.close()
 
 
-def test_outputs_are_kept_for_the_next_turn(tiny: LoadedModel, tier: str) -> None:
-    harness = Harness(tiny, num_blocks=40, tier=tier, tier_options=OPTIONS)
+def test_outputs_are_kept_for_the_next_turn(tiny: LoadedModel, made: Make, tier: str) -> None:
+    harness = made(tiny, 40, tier)
     long = dataclasses.replace(GREEDY, max_tokens=90)
     first = answers(harness, "first", prompt(1, 100), long)
     evict(harness)
@@ -84,11 +98,10 @@ def test_outputs_are_kept_for_the_next_turn(tiny: LoadedModel, tier: str) -> Non
     again = answers(harness, "again", turn)
     assert again == answers(Harness(tiny, num_blocks=40), "cold", turn)
     assert harness.end("again").cached_tokens >= 128  # 189 tokens were forwarded: 11 blocks, 2 chunks of 64
-    harness.tiers.close()
 
 
-def test_salts_share_nothing(tiny: LoadedModel, tier: str, cold: list[int]) -> None:
-    harness = Harness(tiny, num_blocks=40, tier=tier, tier_options=OPTIONS)
+def test_salts_share_nothing(tiny: LoadedModel, made: Make, tier: str, cold: list[int]) -> None:
+    harness = made(tiny, 40, tier)
     answers(harness, "first", prompt(1))
     evict(harness)
     root = namespace_root(salt="b", model="m", tokenizer="t", dtype="float32", block_size=SIZE, layout_version=1)
@@ -100,11 +113,10 @@ def test_salts_share_nothing(tiny: LoadedModel, tier: str, cold: list[int]) -> N
     harness.run()
     assert harness.tokens("other") == cold
     assert harness.end("other").cached_tokens == 0
-    harness.tiers.close()
 
 
-def test_equal_prompts_at_once_load_once(tiny: LoadedModel, tier: str, cold: list[int]) -> None:
-    harness = Harness(tiny, num_blocks=80, tier=tier, tier_options=OPTIONS)
+def test_equal_prompts_at_once_load_once(tiny: LoadedModel, made: Make, tier: str, cold: list[int]) -> None:
+    harness = made(tiny, 80, tier)
     answers(harness, "first", prompt(1))
     for seed in (2, 3, 4):
         answers(harness, f"evict-{seed}", prompt(seed))
@@ -114,11 +126,12 @@ def test_equal_prompts_at_once_load_once(tiny: LoadedModel, tier: str, cold: lis
         assert harness.tokens(f"again-{i}") == cold
         assert harness.end(f"again-{i}").cached_tokens >= 448
     assert len([m for m in harness.of(LoadEnded) if m.seq_id.startswith("again")]) == 1
-    harness.tiers.close()
 
 
-def test_a_preempted_sequence_is_loaded_instead_of_computed_again(tiny: LoadedModel, cold: list[int]) -> None:
-    harness = Harness(tiny, num_blocks=40, tier="host", tier_options=OPTIONS)
+def test_a_preempted_sequence_is_loaded_instead_of_computed_again(
+    tiny: LoadedModel, made: Make, cold: list[int]
+) -> None:
+    harness = made(tiny, 40, "host")
     harness.send(sequence("a", prompt(1), sampling=GREEDY))
     for _ in range(6):
         harness.step()
@@ -132,11 +145,10 @@ def test_a_preempted_sequence_is_loaded_instead_of_computed_again(tiny: LoadedMo
     assert harness.tokens("a") == cold
     assert harness.engine.tally.tokens_recomputed < 2 * SIZE
     assert harness.end("a").cached_tokens == 0
-    harness.tiers.close()
 
 
-def test_an_abort_while_a_tier_loads_leaves_nothing(tiny: LoadedModel, tier: str) -> None:
-    harness = Harness(tiny, num_blocks=40, tier=tier, tier_options=OPTIONS)
+def test_an_abort_while_a_tier_loads_leaves_nothing(tiny: LoadedModel, made: Make, tier: str) -> None:
+    harness = made(tiny, 40, tier)
     answers(harness, "first", prompt(1))
     evict(harness)
     harness.send(sequence("again", prompt(1), sampling=GREEDY))
@@ -149,7 +161,6 @@ def test_an_abort_while_a_tier_loads_leaves_nothing(tiny: LoadedModel, tier: str
     harness.run()
     counts = harness.pool.counts()
     assert (counts.used, counts.reserved, counts.quarantined) == (0, 0, 0)
-    harness.tiers.close()
 
 
 class FailingConnector:
@@ -184,8 +195,10 @@ class FailingConnector:
 
 
 @pytest.mark.parametrize("fails", ["block", "reserve", "raise", "time", "lookup"])
-def test_whatever_fails_in_a_tier_the_answer_is_right(tiny: LoadedModel, cold: list[int], fails: str) -> None:
-    harness = Harness(tiny, num_blocks=80, tier=FAILING, tier_options=OPTIONS)
+def test_whatever_fails_in_a_tier_the_answer_is_right(
+    tiny: LoadedModel, made: Make, cold: list[int], fails: str
+) -> None:
+    harness = made(tiny, 80, FAILING)
     harness.tiers.load_s = harness.tiers.lookup_s = 0.3  # the harness's clock moves by a millisecond at each look
     answers(harness, "first", prompt(1))
     for seed in (2, 3, 4):
@@ -204,16 +217,57 @@ def test_whatever_fails_in_a_tier_the_answer_is_right(tiny: LoadedModel, cold: l
     assert stats.blocks_used == stats.blocks_reserved == 0
 
 
+def test_two_equal_prompts_at_once_one_block_of_which_is_lost(
+    tiny: LoadedModel, made: Make, cold: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = made(tiny, 80, FAILING)
+    answers(harness, "first", prompt(1))
+    for seed in (2, 3, 4):
+        answers(harness, f"evict-{seed}", prompt(seed))
+    here = harness.pool.lookup(sequence("?", prompt(1)).block_names)
+    monkeypatch.setattr(FailingConnector, "fails", "block")
+    harness.send(*[sequence(f"again-{i}", prompt(1), sampling=GREEDY) for i in range(2)])
+    harness.run()
+    assert harness.tokens("again-0") == harness.tokens("again-1") == cold
+    assert harness.end("again-0").cached_tokens == (here + 2) * SIZE
+    assert harness.end("again-1").cached_tokens == 496
+    assert harness.engine.stats().loads_failed == 1
+
+
+@pytest.mark.parametrize("offered", [0, 4, 31])
+def test_what_the_tier_has_is_not_asked_of_a_peer(tiny: LoadedModel, made: Make, cold: list[int], offered: int) -> None:
+    harness = made(tiny, 40, "host")
+    answers(harness, "first", prompt(1))
+    evict(harness)
+    harness.send(sequence("again", prompt(1), sampling=GREEDY, offered_blocks=offered))
+    harness.run()
+    assert harness.tokens("again") == cold
+    assert [ended.source for ended in harness.of(LoadEnded)] == ["host"]
+    assert harness.of(LoadWanted) == []
+
+
+def test_a_peer_that_has_more_than_the_tier_is_asked(tiny: LoadedModel, made: Make) -> None:
+    harness = made(tiny, 40, "host")
+    answers(harness, "first", prompt(1, 100))
+    evict(harness)
+    harness.send(sequence("again", prompt(1), sampling=GREEDY, offered_blocks=20))
+    harness.run()
+    (wanted,) = harness.of(LoadWanted)
+    assert wanted.first + wanted.count == 20
+    harness.send(AbortSequence(seq_id="again"))
+    harness.run()
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_random_loads_over_a_small_pool_and_a_small_tier_answer_as_without_a_tier(
-    tiny: LoadedModel, tier: str, seed: int
+    tiny: LoadedModel, made: Make, tier: str, seed: int
 ) -> None:
     source = random.Random(seed)
     trunk = prompt(9, 160)
     prompts = [trunk[: 32 * i] + prompt(20 + i, source.choice([40, 65, 96])) for i in range(5)]
     expected = [answers(Harness(tiny, num_blocks=40), "cold", ids) for ids in prompts]
     options = dataclasses.replace(OPTIONS, host_bytes=(256 << 10) if tier == "host" else OPTIONS.host_bytes)
-    harness = Harness(tiny, num_blocks=24, tier=tier, tier_options=options)
+    harness = made(tiny, 16, tier, options)
     asked: list[tuple[str, int]] = []
     for burst in range(8):
         for i in range(source.randint(1, 4)):
@@ -229,4 +283,3 @@ def test_random_loads_over_a_small_pool_and_a_small_tier_answer_as_without_a_tie
     assert any(ended.count for ended in harness.of(LoadEnded))
     counts = harness.pool.counts()
     assert (counts.used, counts.reserved, counts.quarantined) == (0, 0, 0)
-    harness.tiers.close()

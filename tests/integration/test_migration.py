@@ -160,6 +160,7 @@ async def test_a_prefill_worker_killed_between_token_1_and_the_commit_changes_no
     cluster.check(await cluster.idle())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 async def test_a_stream_over_http_goes_on_with_text_stop_string_and_usage(cluster: Cluster) -> None:
     """The last one that uses the cluster: it leaves one pair."""

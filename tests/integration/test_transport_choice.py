@@ -49,6 +49,7 @@ async def test_a_pair_moves_kv_by_what_both_have(tiny_model_folder: Path, tmp_pa
         await cluster.stop()
 
 
+@pytest.mark.slow
 async def test_an_allowed_fallback_serves_and_every_pair_tells_of_it(tiny_model_folder: Path, tmp_path: Path) -> None:
     settings = {"transfer.transport": "rdma", "transfer.allow_fallback": True}
     cluster = Cluster(tmp_path, tiny_model_folder, settings=settings)
