@@ -21,8 +21,8 @@ class TransferConfig:
     protocol: str = "tcp"
     """Mooncake's wire: ``tcp``, or ``rdma``, which means transport ``rdma``."""
     device: str = ""
-    """RDMA devices for Mooncake, comma separated; empty: its own discovery. A ``module:Class`` transport may read options
-    of its own here."""
+    """RDMA devices for Mooncake, comma separated; empty: its own discovery. A ``module:Class`` transport may read
+    options of its own here."""
     mooncake_env: tuple[str, ...] = ()
     """MC_NAME=value, …: settings of Mooncake's own, such as MC_CUSTOM_TOPO_JSON, MC_GID_INDEX or MC_IB_PORT."""
     digests: bool = True
