@@ -17,8 +17,8 @@ True, or `fenced` has named the sequence. Meanwhile nobody else reads, writes or
 be read from `save_layer` of layer 0 until `saved` has named it; nobody writes into them meanwhile.
 
 **Failure** is never an exception: a load ends early and `errors` says which blocks hold nothing, a save is forgotten.
-The engine computes what is missing. A connector that raises is not asked again, and what it was loading stays
-quarantined for good.
+The engine computes what is missing. A connector that raises is not asked again: what it was loading stays quarantined
+for good, what it was saving is free at once.
 """
 
 from __future__ import annotations

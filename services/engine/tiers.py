@@ -186,6 +186,8 @@ class Tiers:
             self._connector = None
             self._line.clear()
             self._wait_s = None
+            for number in tuple(self._pinned):  # it may read on, but nobody asks it for what it reads
+                self._unpin(number)
             return otherwise
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from kvstore.blocks import block_names, namespace_root
-from kvstore.tier.base import Prefix
+from kvstore.tier.base import Prefix, Save
 from kvstore.tier.registry import TierOptions
 from services.engine.loader import LoadedModel
 from services.engine.messages import AbortSequence, AddSequence, LoadEnded, LoadWanted, Sampling
@@ -184,6 +184,11 @@ class FailingConnector:
                     raise RuntimeError("on purpose")
                 return cls.fails != "time" and super().wait_layer(seq_id, layer, timeout_s)
 
+            def save_layer(self, save: Save, layer: int) -> None:
+                if cls.fails == "save":
+                    raise RuntimeError("on purpose")
+                super().save_layer(save, layer)
+
             def lookup(self, seq_id: str, prefix: Prefix) -> int | None:
                 return None if cls.fails == "lookup" else super().lookup(seq_id, prefix)
 
@@ -215,6 +220,16 @@ def test_whatever_fails_in_a_tier_the_answer_is_right(
     assert stats.loads_failed == (0 if fails == "lookup" else 1)
     assert stats.blocks_quarantined == (32 if fails == "raise" else 0)  # nobody can say whether it still writes
     assert stats.blocks_used == stats.blocks_reserved == 0
+
+
+def test_a_tier_that_fails_while_it_saves_holds_no_block(
+    tiny: LoadedModel, made: Make, cold: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = made(tiny, 80, FAILING)
+    monkeypatch.setattr(FailingConnector, "fails", "save")
+    assert answers(harness, "first", prompt(1)) == cold
+    counts = harness.pool.counts()
+    assert (counts.used, counts.reserved, counts.quarantined) == (0, 0, 0)
 
 
 def test_two_equal_prompts_at_once_one_block_of_which_is_lost(

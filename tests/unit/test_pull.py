@@ -139,6 +139,16 @@ async def test_a_reply_that_does_not_cover_the_blocks_is_not_used(pair: PullPair
     assert pair.p.none_sent(t.Verify)
 
 
+async def test_a_holder_that_gets_an_impossible_message_lets_go_of_the_blocks(pair: PullPair) -> None:
+    await pair.ask()
+    ticket = await pair.lend()
+    pair.push(ticket.ticket_id)
+    pair.push(ticket.ticket_id)
+    await pair.d.sent(t.CloseTicket)
+    pair.closed(pair.d, ticket.ticket_id, fenced=True)
+    await pair.released()
+
+
 @pytest.mark.parametrize("fenced", [True, False])
 async def test_a_push_that_fails_quarantines_until_somebody_vouches(pair: PullPair, fenced: bool) -> None:
     seq_id = await pair.ask()

@@ -76,14 +76,25 @@ inline void pack_rows(const E* const rows[WIDE], int count, int dim, E* out) {
   }
 }
 
+// Pairs of 16-bit items from two vectors of 32: of the first 16 of each, and of the others.
+struct Interleaving {
+  __m512i low, high;
+
+  Interleaving() {
+    alignas(64) uint16_t l[32], h[32];
+    for (int i = 0; i < 16; ++i) {
+      l[2 * i] = uint16_t(i), l[2 * i + 1] = uint16_t(32 + i);
+      h[2 * i] = uint16_t(16 + i), h[2 * i + 1] = uint16_t(48 + i);
+    }
+    low = _mm512_load_si512(l), high = _mm512_load_si512(h);
+  }
+  INLINE __m512i near(__m512i a, __m512i b) const { return _mm512_permutex2var_epi16(a, low, b); }
+  INLINE __m512i far(__m512i a, __m512i b) const { return _mm512_permutex2var_epi16(a, high, b); }
+};
+
 // Dimensions as rows and keys as items, blocked; keys past `count` are zero, up to a whole step.
 inline void pack_values(const bf16* const rows[KEYS], int count, int dim, bf16* out) {
-  alignas(64) uint16_t low[32], high[32];
-  for (int i = 0; i < 16; ++i) {
-    low[2 * i] = uint16_t(i), low[2 * i + 1] = uint16_t(32 + i);
-    high[2 * i] = uint16_t(16 + i), high[2 * i + 1] = uint16_t(48 + i);
-  }
-  const __m512i at_low = _mm512_load_si512(low), at_high = _mm512_load_si512(high);
+  const Interleaving by;
   const int steps = (count + STEP - 1) / STEP;
   for (int s = 0; s < steps; ++s)
     for (int d = 0; d < dim; d += 32) {
@@ -92,7 +103,7 @@ inline void pack_values(const bf16* const rows[KEYS], int count, int dim, bf16* 
         int k = s * STEP + 2 * i;
         __m512i a = k < count ? _mm512_loadu_si512(rows[k] + d) : _mm512_setzero_si512();
         __m512i b = k + 1 < count ? _mm512_loadu_si512(rows[k + 1] + d) : _mm512_setzero_si512();
-        near[i] = _mm512_permutex2var_epi16(a, at_low, b), far[i] = _mm512_permutex2var_epi16(a, at_high, b);
+        near[i] = by.near(a, b), far[i] = by.far(a, b);
       }
       transpose16(near, turned);
       for (int i = 0; i < 16; ++i) _mm512_store_si512(place(out, steps, d + i, s * STEP), turned[i]);
@@ -113,20 +124,15 @@ inline void pack_values(const float* const rows[KEYS], int count, int dim, float
 
 // Keys or values as tiles with keys as k: [dim / 16][k-steps][...]; keys past `count` are zero, up to a whole step.
 inline void pack_pairs(const bf16* const rows[KEYS], int count, int dim, bf16* out) {
-  alignas(64) uint16_t low[32], high[32];
-  for (int i = 0; i < 16; ++i) {
-    low[2 * i] = uint16_t(i), low[2 * i + 1] = uint16_t(32 + i);
-    high[2 * i] = uint16_t(16 + i), high[2 * i + 1] = uint16_t(48 + i);
-  }
-  const __m512i at_low = _mm512_load_si512(low), at_high = _mm512_load_si512(high);
+  const Interleaving by;
   const int steps = (count + STEP - 1) / STEP;
   for (int k = 0; k < steps * STEP; k += 2)
     for (int d = 0; d < dim; d += 32) {
       __m512i a = k < count ? _mm512_loadu_si512(rows[k] + d) : _mm512_setzero_si512();
       __m512i b = k + 1 < count ? _mm512_loadu_si512(rows[k + 1] + d) : _mm512_setzero_si512();
       bf16* to = out + size_t(d) * steps * STEP + size_t(k) * WIDE;
-      _mm512_store_si512(to, _mm512_permutex2var_epi16(a, at_low, b));
-      _mm512_store_si512(to + steps * TILE, _mm512_permutex2var_epi16(a, at_high, b));
+      _mm512_store_si512(to, by.near(a, b));
+      _mm512_store_si512(to + steps * TILE, by.far(a, b));
     }
 }
 inline void pack_pairs(const float* const rows[KEYS], int count, int dim, float* out) {
@@ -144,6 +150,20 @@ INLINE void put_weights(bf16* tiles, int key, __m512 even, __m512 odd) {
 }
 INLINE void put_weights(float* tiles, int key, __m512 even, __m512 odd) {
   _mm512_store_ps(tiles + size_t(key) * WIDE, even), _mm512_store_ps(tiles + size_t(key + 1) * WIDE, odd);
+}
+
+// Where keys and values of one head at positions base .. base + keys - 1 lie.
+template <class E>
+inline void find_rows(const Paged& p, const E* layer, const Span& span, int head, int base, int keys, const E** key_rows,
+                      const E** value_rows) {
+  const size_t head_items = size_t(p.block_size) * p.head_dim, value_items = head_items * p.kv_heads;
+  for (int i = 0, block = base / p.block_size, inside = base % p.block_size; i < keys; ++block, inside = 0) {
+    const E* from = layer + size_t(span.blocks[block]) * 2 * value_items + head * head_items;
+    for (; inside < p.block_size && i < keys; ++inside, ++i) {
+      key_rows[i] = from + size_t(inside) * p.head_dim;
+      value_rows[i] = key_rows[i] + value_items;
+    }
+  }
 }
 
 // Which of a step's keys each of 16 rows sees: from .. to - 1, counted from the step's first.
@@ -228,19 +248,12 @@ inline void attend_few(const Paged& p, const E* layer, const Span& span, int hea
                        Workspace<E>& w, const Put& put) {
   const int dim = p.head_dim, last = span.first + token, from = p.window ? last - p.window + 1 : 0;
   const E* own = queries + (size_t(span.row + token) * p.kv_heads + head) * ROWS * dim;
-  const size_t head_items = size_t(p.block_size) * dim, value_items = head_items * p.kv_heads;
   for (int r = 0; r < ROWS; ++r) w.top[r] = -std::numeric_limits<float>::infinity(), w.total[r] = 0.0f;
   std::memset(w.sums, 0, sizeof(float) * ROWS * dim);
   for (int base = from > 0 ? from / KEYS * KEYS : 0; base <= last; base += KEYS) {
     const int keys = last + 1 - base < KEYS ? last + 1 - base : KEYS, steps = (keys + STEP - 1) / STEP;
     const E *key_rows[KEYS], *value_rows[KEYS];
-    for (int i = 0, block = base / p.block_size, inside = base % p.block_size; i < keys; ++block, inside = 0) {
-      const E* at = layer + size_t(span.blocks[block]) * 2 * value_items + head * head_items;
-      for (; inside < p.block_size && i < keys; ++inside, ++i) {
-        key_rows[i] = at + size_t(inside) * dim;
-        value_rows[i] = key_rows[i] + value_items;
-      }
-    }
+    find_rows(p, layer, span, head, base, keys, key_rows, value_rows);
     for (int n = 0; n < steps * STEP; n += WIDE) {
       if (n < keys) pack_rows(key_rows + n, keys - n < WIDE ? keys - n : WIDE, dim, w.keys);
       dot_rows<ROWS, false>(own, Strides{size_t(dim), STEP}, w.keys, TILE, dim / STEP, w.scores + n, KEYS);
@@ -295,17 +308,10 @@ inline void attend_item(const Paged& p, const E* layer, const Span& span, int he
   }
   std::memset(w.sums, 0, sizeof(float) * blocks * WIDE * dim);
   const int start = p.window && first - p.window + 1 > 0 ? (first - p.window + 1) / KEYS * KEYS : 0;
-  const size_t head_items = size_t(p.block_size) * dim, value_items = head_items * p.kv_heads;
   for (int base = start; base <= last; base += KEYS) {
     const int keys = last + 1 - base < KEYS ? last + 1 - base : KEYS, steps = (keys + STEP - 1) / STEP;
     const E *key_rows[KEYS], *value_rows[KEYS], *key_blocks[KEYS / WIDE], *value_blocks[MAX_DIM / WIDE];
-    for (int i = 0, block = base / p.block_size, inside = base % p.block_size; i < keys; ++block, inside = 0) {
-      const E* from = layer + size_t(span.blocks[block]) * 2 * value_items + head * head_items;
-      for (; inside < p.block_size && i < keys; ++inside, ++i) {
-        key_rows[i] = from + size_t(inside) * dim;
-        value_rows[i] = key_rows[i] + value_items;
-      }
-    }
+    find_rows(p, layer, span, head, base, keys, key_rows, value_rows);
     for (int n = 0; n < steps * STEP; n += WIDE) {
       if (n >= keys) {
         key_blocks[n / WIDE] = key_blocks[0];  // hidden from all

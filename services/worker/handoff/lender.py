@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -31,6 +32,9 @@ from services.worker.live import LiveRequest
 
 PULL_ARROW = "pull_"
 """Before the names of a pull's arrows in the timeline; a hand-off of the same request has the bare ones."""
+
+
+_log = logging.getLogger("pdray.worker.handoff")
 
 
 class _Ended(Exception):
@@ -171,6 +175,9 @@ class Lender:
             reason = str(ended)
         except TicketLost as exc:
             reason = str(exc)
+        except Exception:
+            _log.exception("lending %s failed", loan.seq_id)  # a defect of ours, which must not keep the blocks
+            reason = "the holder failed"
         await self._close(loan, reason)
 
     async def _pin(self, loan: _Loan) -> bool:
