@@ -31,13 +31,13 @@ def merge_blocks(layer: int, source_ids: Sequence[int], target_ids: Sequence[int
     Raises IndexError where a list is too short.
     """
     runs: list[Run] = []
-    for index in range(first, first + count):
-        source, target = source_ids[index], target_ids[index]
-        last = runs[-1] if runs else None
-        if last and (source, target) == (last.source_block + last.count, last.target_block + last.count):
-            runs[-1] = Run(layer, last.source_block, last.target_block, last.count + 1)
-        else:
-            runs.append(Run(layer, source, target, 1))
+    start, stop = first, first + count
+    for index in range(first + 1, stop + 1):
+        ahead = index - start
+        if index < stop and source_ids[index] == source_ids[start] + ahead and target_ids[index] == target_ids[start] + ahead:
+            continue
+        runs.append(Run(layer, source_ids[start], target_ids[start], ahead))
+        start = index
     return runs
 
 

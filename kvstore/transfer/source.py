@@ -1,16 +1,16 @@
 """What the engine has computed: progress messages become pieces, newly final blocks of one layer of one prompt.
 
-    StepBegins(chunks) ─► LayerDone(0) ─► … ─► LayerDone(n-1) ─► StepEnds      each arrow yields pieces, each block of
-    a layer once
+    StepBegins(chunks) ─► LayersDone(0, …) ─► … ─► LayersDone(…, n-1) ─► StepEnds      each arrow yields pieces, each
+    block of a layer once
 
 Progress comes on a socket of its own, so it may name a prompt whose OpenSource is still in the pipe: such pieces
-wait, bounded in number and age. A LayerDone that got lost is made up for by StepEnds.
+wait, bounded in number and age. A LayersDone that got lost is made up for by StepEnds.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvstore.transfer.messages import OpenSource
@@ -49,10 +49,13 @@ class Source:
     def add(self, piece: Piece) -> list[Piece]:
         """Record a piece; returns the parts of it that are new, what lies outside the prompt cut off."""
         covered = self._covered[piece.layer]
+        stop = min(piece.first + piece.count, len(covered))
+        if all(covered[piece.first : stop]):
+            return []
         new: list[Piece] = []
         start = None
-        for index in range(piece.first, min(piece.first + piece.count, len(covered)) + 1):
-            fresh = index < min(piece.first + piece.count, len(covered)) and not covered[index]
+        for index in range(piece.first, stop + 1):
+            fresh = index < stop and not covered[index]
             if fresh:
                 covered[index] = 1
                 start = index if start is None else start
@@ -95,16 +98,15 @@ class ProgressTable:
                 self._steps.popitem(last=False)
             return []
         chunks = self._steps.get(message.step, ())
+        done: Iterable[tuple[int, float]] = ()  # (layer, computed at)
         if isinstance(message, StepEnds):
             self._steps.pop(message.step, None)
-            layers: Sequence[int] = range(self._num_layers)
-        elif self._layerwise and 0 <= message.layer < self._num_layers:
-            layers = (message.layer,)
-        else:
-            layers = ()
+            done = ((layer, message.at_s) for layer in range(self._num_layers))
+        elif self._layerwise:
+            done = ((layer, s) for layer, s in enumerate(message.at_s, message.first) if 0 <= layer < self._num_layers)
         return [
-            (chunk.seq_id, Piece(layer, chunk.first, chunk.count, message.step, message.at_s))
-            for layer in layers
+            (chunk.seq_id, Piece(layer, chunk.first, chunk.count, message.step, at_s))
+            for layer, at_s in done
             for chunk in chunks
             if chunk.count > 0 and chunk.first >= 0
         ]

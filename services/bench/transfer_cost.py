@@ -1,12 +1,16 @@
 """What moving the KV costs the prefill worker: a real engine with and without a hand-off, in turns. One JSON line.
 
-    python -m services.bench.transfer_cost [--tokens 1500] [--rounds 7] [--transport mooncake]
+    python -m services.bench.transfer_cost [--tokens 1500] [--rounds 7] [--transport mooncake] [--threads 0]
 
 The engine computes fresh prompts of the default model; every other one is pushed, layer by layer, by a real transfer
 process into the memory of a second one. Reported, as shares of the time to compute a prompt: what is exposed (last
 layer computed .. last byte landed), what submitting and hashing take in the transfer process, and how much longer
 computing takes. The rate of the wire comes from prompts that are pushed when they are computed already; with Mooncake
 it is compared with Mooncake's own benchmark tool at writes of the same size, in the same run.
+
+Where the engine uses every core (``--threads 0``), what the two transfer processes compute can only be taken from it:
+``cpu_bound_ratio`` is how much longer a prompt must take at least, their CPU time spread over all cores. With a core
+less for the engine nothing is taken from it.
 """
 
 from __future__ import annotations
@@ -27,6 +31,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from kvstore.blocks import block_names, namespace_root
 from kvstore.geometry import LAYOUT_VERSION, KVGeometry, KVGroup
 from kvstore.transfer import messages as m
@@ -42,6 +48,7 @@ class Sizes(Scenario):
     """Room for several prompts, so that none waits for blocks; ``dtype`` is the model's."""
 
     dtype: str
+    threads: int = 0  # of the engine; 0: one for each core
 
     @property
     def geometry(self) -> KVGeometry:
@@ -52,6 +59,7 @@ class Sizes(Scenario):
 @dataclass(frozen=True, slots=True)
 class Moved:
     compute_ms: float
+    transfer_cpu_ms: float  # of both transfer processes, from the start of computing to the last byte
     exposed_ms: float
     submit_ms: float
     digest_ms: float
@@ -77,7 +85,7 @@ class Prefill:
             role="prefill",
             dtype=sizes.dtype,
             max_model_len=8192,
-            engine=EngineConfig(max_num_batched_tokens=sizes.chunk_tokens),
+            engine=EngineConfig(max_num_batched_tokens=sizes.chunk_tokens, num_threads=sizes.threads),
             geometry=sizes.geometry,
         )
         writer = self.pair.writer
@@ -108,6 +116,7 @@ class Prefill:
     async def push(self, prompt: Sequence[int], *, late: bool = False) -> Moved:
         """Compute and hand over; with ``late`` the ticket is opened once everything is computed."""
         self._is_late = late
+        cpu_s = self._transfer_cpu_s()
         begun_s, ended_s = self.run(prompt, hand_off=True)
         if self._late is not None:
             self._open(self._late)
@@ -116,6 +125,7 @@ class Prefill:
         pushed = await writer.answer()
         if not isinstance(pushed, m.Pushed):
             raise RuntimeError(f"the hand-off failed: {pushed}")
+        cpu_ms = (self._transfer_cpu_s() - cpu_s) * 1000
         writer.client.send(m.CloseTicket(ticket_id=seq_id))
         await writer.answer()
         writer.client.send(m.CloseSource(seq_id=seq_id))
@@ -124,6 +134,7 @@ class Prefill:
         computed_s = max(layer.computed_s for layer in pushed.layers)
         return Moved(
             compute_ms=(ended_s - begun_s) * 1000,
+            transfer_cpu_ms=cpu_ms,
             exposed_ms=max(0.0, landed_s - computed_s) * 1000,
             submit_ms=pushed.submit_s * 1000,
             digest_ms=pushed.digest_s * 1000,
@@ -131,6 +142,11 @@ class Prefill:
             num_bytes=pushed.num_bytes,
             runs=len(pushed.extents),
         )
+
+    def _transfer_cpu_s(self) -> float:
+        """CPU that both transfer processes have used."""
+        times = [psutil.Process(w.client.pid).cpu_times() for w in (self.pair.writer, self.pair.reader)]
+        return float(sum(t.user + t.system for t in times))
 
     def _on_engine(self, message: Any) -> None:
         if not isinstance(message, PrefillStarted) or not self._hands_off:
@@ -219,6 +235,8 @@ async def measure(model: Path, sizes: Sizes) -> dict[str, Any]:
     finally:
         await prefill.pair.stop()
     compute_ms, alone_ms = median([x.compute_ms for x in moved]), median(alone)
+    cores = os.cpu_count() or 1
+    transfer_cpu_ms = statistics.mean([x.transfer_cpu_ms for x in moved])  # its clock ticks in 10 ms
     rates = [x.num_bytes / x.wire_ms / 1e6 for x in late]
     run_bytes = late[0].num_bytes // late[0].runs
     theirs = mooncake_rate(run_bytes) if prefill.pair.transport == "mooncake" else 0.0
@@ -226,12 +244,14 @@ async def measure(model: Path, sizes: Sizes) -> dict[str, Any]:
         "benchmark": "transfer_cost",
         **asdict(sizes),
         "transport": prefill.pair.transport,
-        "cores": os.cpu_count(),
+        "cores": cores,
         "bytes": moved[0].num_bytes,
         "runs_per_layer": moved[0].runs / sizes.geometry.groups[0].num_layers,
         "prefill_ms": round(compute_ms, 1),
         "prefill_without_transfer_ms": round(alone_ms, 1),
         "ratio_with_to_without": round(compute_ms / alone_ms, 3),
+        "transfer_cpu_ms": round(transfer_cpu_ms, 1),
+        "cpu_bound_ratio": round(1 + transfer_cpu_ms / cores / alone_ms, 3) if sizes.threads in (0, cores) else 1.0,
         "exposed_share": round(median([x.exposed_ms for x in moved]) / compute_ms, 5),
         "submit_share": round(median([x.submit_ms for x in moved]) / compute_ms, 5),
         "digest_share": round(median([x.digest_ms for x in moved]) / compute_ms, 5),
@@ -248,6 +268,7 @@ def main() -> int:
     parser.add_argument("--chunk-tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--transport", default="mooncake")
+    parser.add_argument("--threads", type=int, default=0)
     options = parser.parse_args()
     from services.engine.prepare import prepare
     from services.engine.shape import resolve_dtype

@@ -66,7 +66,7 @@ class Worker:
         self._inbox: asyncio.Queue[Any] = asyncio.Queue()
         engine_end, self._process_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.progress_fd = engine_end.detach()
-        self.progress = ProgressSender(self.progress_fd)
+        self.progress = ProgressSender(self.progress_fd, scenario.geometry.groups[0].num_layers)
 
     async def start(self, layerwise: bool) -> m.Started:
         env: dict[str, str] = {}

@@ -82,7 +82,7 @@ def build_engine(send: Callable[[Any], None], memory_fd: int, progress_fd: int, 
         runner,
         send=send,
         clock=time.monotonic,
-        progress=ProgressSender(progress_fd) if progress_fd >= 0 else None,
+        progress=ProgressSender(progress_fd, geometry.groups[0].num_layers) if progress_fd >= 0 else None,
         tiers=_tiers(scheduler, memory, TierConfig(**config["tier"]), model.card.model_fingerprint),
     )
 

@@ -195,8 +195,8 @@ async def test_layers_are_reported_in_order_until_the_pipe_ends_and_cover_every_
     assert blocks == [0, 1, 2, 3, 4]
     assert [c.is_last for m in begins for c in m.chunks] == [False, False, True]
     for begin in begins:
-        layers = [m.layer for m in seen if isinstance(m, progress.LayerDone) and m.step == begin.step]
-        assert layers == [0, 1]
+        told = [m for m in seen if isinstance(m, progress.LayersDone) and m.step == begin.step]
+        assert [m.first + i for m in told for i in range(len(m.at_s))] == [0, 1]
 
 
 async def test_what_is_wrong_with_one_request_ends_that_request_alone(workers: Any) -> None:

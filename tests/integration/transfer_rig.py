@@ -44,7 +44,7 @@ class Side:
         self._news = asyncio.Event()
         engine_end, process_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._process_end = process_end
-        self.progress = ProgressSender(engine_end.detach())
+        self.progress = ProgressSender(engine_end.detach(), self.geometry.groups[0].num_layers, group_s=0.0)
 
     async def start(self, transport: str, secret: str = SECRET, **options: Any) -> m.Started:
         fields: dict[str, Any] = {

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kvstore.blocks import namespace_root
 from kvstore.geometry import LAYOUT_VERSION, KVGeometry, KVGroup
 from kvstore.pool import BlockPool
-from kvstore.transfer.progress import Chunk, LayerDone, StepBegins, StepEnds
+from kvstore.transfer.progress import Chunk, LayersDone, StepBegins, StepEnds
 from services.decode.reader import Reader
 from services.engine import messages as m
 from services.engine.core import Engine
@@ -85,7 +85,7 @@ class Progress:
         self._node.transfers.on_progress(StepBegins(step, tuple(chunks)))
 
     def layer(self, step: int, layer: int, at_s: float) -> None:
-        self._node.transfers.on_progress(LayerDone(step, layer, at_s))
+        self._node.transfers.on_progress(LayersDone(step, layer, (at_s,)))
 
     def end(self, step: int, at_s: float) -> None:
         self._node.transfers.on_progress(StepEnds(step, at_s))

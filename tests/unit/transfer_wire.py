@@ -9,7 +9,7 @@ from kvstore.geometry import KVGeometry, KVGroup
 from kvstore.transfer import link as acts
 from kvstore.transfer import messages as m
 from kvstore.transfer.base import Peer, WriteState
-from kvstore.transfer.progress import Chunk, LayerDone, StepBegins, StepEnds
+from kvstore.transfer.progress import Chunk, LayersDone, StepBegins, StepEnds
 from kvstore.transfer.session import SessionOptions, WriterSession
 from kvstore.transfer.ticket import Item
 
@@ -77,7 +77,7 @@ class Wire:
         self.session.on_progress(StepBegins(self.step, (Chunk("s", first, count, False),)), self.now_s)
 
     def layer(self, layer: int) -> None:
-        self.session.on_progress(LayerDone(self.step, layer, self.now_s), self.now_s)
+        self.session.on_progress(LayersDone(self.step, layer, (self.now_s,)), self.now_s)
         self.act()
 
     def end(self) -> None:
