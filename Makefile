@@ -5,7 +5,7 @@ SHELL := /bin/bash
 VENV := .venv/bin
 ARGS ?=
 TESTS ?= tests
-BENCH ?= transfer_overlap hand_off stream_cost
+BENCH ?=
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */  make \1|/' | column -t -s '|'
@@ -30,8 +30,11 @@ lint: setup  ## style, types, import arrows
 
 check: lint test  ## what CI runs
 
-bench: setup  ## benchmarks, one JSON line each: make bench BENCH=stream_cost ARGS=...
-	@for name in $(BENCH); do \
+bench: setup  ## measure the claims, under 20 minutes: docs/benchmarks.md; or single ones: make bench BENCH="stream_cost"
+	@if [ -z "$(BENCH)" ]; then \
+		exec $(VENV)/pdray bench scenario --form short --output docs/benchmarks.jsonl --page docs/benchmarks.md $(ARGS); \
+	fi; \
+	for name in $(BENCH); do \
 		echo "== services.bench.$$name" >&2; $(VENV)/python -m services.bench.$$name $(ARGS) || exit 1; \
 	done
 

@@ -2,7 +2,7 @@
 # Makes .venv with everything that serving and testing need. `make setup` runs it; it does nothing where nothing changed.
 #
 #   PYTHON=python3.12     the interpreter (default: the first of python3.11, python3.12 that works)
-#   EXTRAS=dev,mooncake   extras of pyproject.toml; lmcache may be added, which brings CUDA packages
+#   EXTRAS=dev,mooncake,bench   extras of pyproject.toml; lmcache may be added, which brings CUDA packages
 #   TORCH_ARGS="…"        further arguments of `pip install torch`, such as the index of PyTorch's CPU builds
 #   TORCH=any             take what comes, also a build with CUDA
 #   APT=no                never call apt-get
@@ -10,7 +10,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-EXTRAS=${EXTRAS:-dev,mooncake}
+EXTRAS=${EXTRAS:-dev,mooncake,bench}
 TORCH_ARGS=${TORCH_ARGS:-}
 STAMP=.venv/.pdray-setup
 # What LMCache's in-process engine needs on a CPU beside pdray's own dependencies. Its wheel asks for CUDA packages too.

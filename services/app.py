@@ -35,6 +35,7 @@ _log = logging.getLogger("pdray.app")
 _STOP_MARGIN_S = 2.5  # beyond the drain, for workers to end their children
 GRPC_SERVICES = (
     "services.protocol.proto.inference_pb2_grpc.add_InferenceServicer_to_server",
+    "services.protocol.proto.open_inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server",
     "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",
 )
 """What Serve's gRPC proxy must be given as grpc_servicer_functions."""
@@ -204,6 +205,11 @@ class Cluster:
         """The router's own HTTP and gRPC port. Raises TimeoutError, or Ray's errors where it has died."""
         http, grpc = serve.get_app_handle(APP_NAME).ports.remote().result(timeout_s=10)
         return int(http), int(grpc)
+
+    def router_readiness(self) -> tuple[str, list[dict[str, str]]]:
+        """Why the router can serve no request now, empty where it can, and how its pairs move KV. Raises likewise."""
+        reason, pairs = serve.get_app_handle(APP_NAME).readiness.remote().result(timeout_s=10)
+        return str(reason), list(pairs)
 
     def logs(self) -> Path:
         """Folder of all logs of this run."""

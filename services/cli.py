@@ -1,4 +1,4 @@
-"""The command line: pdray serve | prepare | doctor | bench | version.
+"""The command line: pdray serve | prepare | doctor | bench | replay | version.
 
 Each command imports what it needs only when it runs: `pdray --help` loads neither Ray nor torch.
 """
@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from kvstore.errors import ConfigError
+from services.access_cli import key_app
 from services.config import DTYPES, ServeConfig, home, load
 from services.start.system import StartError
 
@@ -25,6 +26,10 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="Serves language models with prefill and decode apart, on Ray.",
 )
+
+trace_app = typer.Typer(no_args_is_help=True, help="Live traffic as a trace.")
+app.add_typer(trace_app, name="trace")
+app.add_typer(key_app, name="key")
 
 Model = Annotated[
     str | None, typer.Option(help="Folder, Hugging Face id, GGUF file, or `default` (SmolLM2-135M-Instruct).")
@@ -185,10 +190,92 @@ def doctor(
 
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def bench(ctx: typer.Context) -> None:
-    """Put a load on a server and tell what it did; `pdray bench compare A B` compares results."""
+    """Put a load on a server and tell what it did; also `pdray bench sweep`, `compare`, `report` and `scenario`."""
     from services.bench.load.main import main as bench_main
 
     raise typer.Exit(bench_main(ctx.args))
+
+
+@trace_app.command("record")
+def trace_record(
+    url: Annotated[str, typer.Option(help="Base URL of a router, http://host:port.")],
+    out: Annotated[Path, typer.Option(help="File to write, JSON lines in Mooncake's form.", dir_okay=False)],
+    seconds: Annotated[float, typer.Option(help="How long; Ctrl-C ends it before.", min=1, max=86_400)] = 60.0,
+    api_key: Annotated[str, typer.Option(help="Where the server has keys: one with the scope admin.")] = "",
+) -> None:
+    """Record live arrivals of a router: times, lengths and salted block ids, no text. For `pdray bench` and replay."""
+    from services.bench.trace_record import record
+
+    try:
+        count = record(url, out, seconds, api_key)
+    except ConfigError as exc:
+        raise _fail(str(exc)) from None
+    Console().print(f"{count} requests in {out}", markup=False, highlight=False)
+
+
+@app.command()
+def replay(
+    trace: Annotated[
+        Path, typer.Option(help="JSON lines in Mooncake's form.", exists=True, dir_okay=False, show_default=False)
+    ],
+    policy: Annotated[list[str] | None, typer.Option(help="As router.policy; repeatable.", show_default="cost")] = None,
+    prefill: Annotated[int, typer.Option(help="Simulated prefill workers.")] = 16,
+    decode: Annotated[int, typer.Option(help="Simulated decode workers.")] = 16,
+    scale_rate: Annotated[float, typer.Option(help="How many times as fast requests come.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Varies the arrivals; 0: as recorded.")] = 0,
+    cost_model: Annotated[str, typer.Option(help="llama-70b or smollm2-135m-cpu.")] = "llama-70b",
+    pull: Annotated[bool, typer.Option(help="KV is loaded from other workers where that is faster.")] = True,
+    ttft_ms: Annotated[float, typer.Option(help="Target for the first token …")] = 2000.0,
+    ttft_token_ms: Annotated[float, typer.Option(help="… and more for each prompt token.")] = 0.2,
+    tpot_ms: Annotated[float, typer.Option(help="Target for the mean gap between tokens.")] = 60.0,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON line for each policy.")] = False,
+) -> None:
+    """Replay recorded arrivals under a routing policy, on simulated workers and a virtual clock."""
+    from services.replay.command import Options, run
+    from services.replay.outcome import Targets
+
+    try:
+        options = Options(
+            trace=trace,
+            policies=tuple(policy or ["cost"]),
+            prefill=prefill,
+            decode=decode,
+            scale_rate=scale_rate,
+            seed=seed,
+            cost_model=cost_model,
+            pulls=pull,
+            as_json=as_json,
+            targets=Targets(ttft_ms=ttft_ms, ttft_token_ms=ttft_token_ms, tpot_ms=tpot_ms),
+        )
+        run(options, Console(soft_wrap=as_json))
+    except ConfigError as exc:
+        raise _fail(str(exc)) from None
+
+
+@app.command()
+def batch(
+    source: Annotated[
+        Path, typer.Argument(metavar="INPUT", help="Requests, one JSON object a line.", exists=True, dir_okay=False)
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Answers; a later run goes on from them.", dir_okay=False)],
+    url: Annotated[str, typer.Option(help="The server, without /v1.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[str, typer.Option(help="Key of the server.", envvar="OPENAI_API_KEY")] = "none",
+    concurrency: Annotated[int, typer.Option(help="Requests at once.", min=1)] = 16,
+    timeout_s: Annotated[float, typer.Option(help="Longest wait for one answer.", min=0.001)] = 3600.0,
+) -> None:
+    """Answer a file of requests in OpenAI's batch form. Exit code 1 where some failed, 2 for a bad file."""
+    from services.batch.command import batch_main
+    from services.batch.run import Batch
+
+    asked = Batch(
+        source=source,
+        target=out,
+        base_url=url.rstrip("/").removesuffix("/v1"),
+        api_key=api_key,
+        concurrency=concurrency,
+        timeout_s=timeout_s,
+    )
+    raise typer.Exit(batch_main(asked, Console(soft_wrap=True)))
 
 
 @app.command()

@@ -18,13 +18,21 @@ from typing import Any, TypeVar
 import yaml
 
 from kvstore.errors import ConfigError
+from services.access_config import AccessConfig as AccessConfig
+from services.access_config import LimitsConfig as LimitsConfig
+from services.access_config import TlsConfig as TlsConfig
 from services.engine_config import EngineConfig as EngineConfig
 from services.engine_config import require as _require
+from services.redis_config import RedisConfig as RedisConfig
+from services.slo_config import AdmissionConfig as AdmissionConfig
+from services.slo_config import HealthConfig as HealthConfig
+from services.slo_config import SLOConfig as SLOConfig
 from services.tier_config import TierConfig as TierConfig
 from services.transfer_config import TransferConfig as TransferConfig
 
 ROLES = ("prefill", "decode", "mixed")
 DTYPES = ("auto", "bfloat16", "float32")
+PAIR_POLICIES = ("cost", "round-robin", "least-loaded", "power-of-two", "prefix-only", "dynamo", "llm-d")
 ENV_PREFIX = "PDRAY_"
 
 
@@ -43,8 +51,14 @@ class ModelConfig:
     cache_dir: str = ""
     """Where prepared models lie; empty: ``~/.cache/pdray/models``."""
     trust_remote_code: bool = False
+    tool_parser: str = "auto"
+    """Format of function calls: ``hermes``, ``llama3_json``, ``mistral``, or ``auto``, which the template tells."""
 
     def __post_init__(self) -> None:
+        parsers = ("auto", "hermes", "llama3_json", "mistral")
+        _require(
+            self.tool_parser in parsers, "model.tool_parser", f"must be one of {parsers}, got {self.tool_parser!r}"
+        )
         _require(self.dtype in DTYPES, "model.dtype", f"must be one of {DTYPES}, got {self.dtype!r}")
         _require(self.max_model_len >= 0, "model.max_model_len", f"must not be negative, got {self.max_model_len}")
 
@@ -77,15 +91,22 @@ class RouterConfig:
     serve_grpc_port: int = 9001
     replicas: int = 1
     policy: str = "cost"
-    """``cost`` (overlap, load, bookings), ``round-robin`` or ``least-loaded``."""
+    """``cost`` (predicted ms: overlap, load, bookings); the others are for comparison: docs/routing.md."""
     pull: str = "auto"
     """Prefill workers load KV that another worker holds, above all of a conversation's earlier turns: ``auto``, where
     that is predicted to be faster than computing it; or ``off``."""
+    first_wait_s: float = 5.0
+    """A stream whose first token takes longer gets its 200 and a comment, so that no proxy gives up on it; until then
+    a failure is a status of its own."""
+    ping_s: float = 10.0
+    """Longest silence on a stream; then a comment goes out."""
     max_body_bytes: int = 8 << 20
     max_queue: int = 1024
     """Requests in the router at once; one more gets 503."""
     timelines_kept: int = 1024
     """Finished requests shown at /debug/requests."""
+    record_trace: str = ""
+    """File that gets live arrivals in Mooncake's form, without text; see docs/admission.md. Empty: none."""
     max_attempts: int = 4
     """Tries of one request in all: submissions, retargets and migrations of a stream. Four are one way down the whole
     ladder: a new reader, another pair, one worker for all."""
@@ -100,36 +121,16 @@ class RouterConfig:
         for name in ("max_n", "max_attempts"):
             _require(getattr(self, name) >= 1, f"router.{name}", f"must be at least 1, got {getattr(self, name)}")
         _require(self.rescue_wait_s >= 0, "router.rescue_wait_s", f"must not be negative, got {self.rescue_wait_s}")
+        for name in ("first_wait_s", "ping_s"):
+            _require(getattr(self, name) > 0, f"router.{name}", f"must be positive, got {getattr(self, name)}")
         for name in ("port", "grpc_port", "serve_port", "serve_grpc_port"):
             value = getattr(self, name)
             _require(0 <= value < 65536, f"router.{name}", f"must be a port number or 0, got {value}")
         _require(self.pull in ("auto", "off"), "router.pull", f"must be auto or off, got {self.pull!r}")
         _require(
-            self.policy in ("cost", "round-robin", "least-loaded"),
+            self.policy in PAIR_POLICIES,
             "router.policy",
-            f"must be cost, round-robin or least-loaded, got {self.policy!r}",
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RedisConfig:
-    """The metadata store. Hints only: nothing fails when it is down."""
-
-    url: str = "embedded"
-    """``embedded`` (a Valkey that `pdray serve` starts), ``none``, or redis://…, rediss://…"""
-    is_embedded: bool = False
-    """``url`` is the server that this application itself started; set by the start, shown at /v1/cluster."""
-    namespace: str = "default"
-    ttl_s: float = 15.0
-    """Life of a worker's keys after its last heartbeat."""
-    heartbeat_s: float = 3.0
-
-    def __post_init__(self) -> None:
-        _require(bool(self.namespace) and ":" not in self.namespace, "redis.namespace", "must not be empty or hold ':'")
-        _require(
-            0 < self.heartbeat_s * 2 <= self.ttl_s,
-            "redis.heartbeat_s",
-            f"must be at most half of redis.ttl_s ({self.ttl_s})",
+            f"must be {', '.join(PAIR_POLICIES[:-1])} or {PAIR_POLICIES[-1]}, got {self.policy!r}",
         )
 
 
@@ -166,6 +167,12 @@ class ServeConfig:
     router: RouterConfig = field(default_factory=RouterConfig)
     redis: RedisConfig = field(default_factory=RedisConfig)
     worker: WorkerConfig = field(default_factory=WorkerConfig)
+    slo: SLOConfig = field(default_factory=SLOConfig)
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
+    access: AccessConfig = field(default_factory=AccessConfig)
+    tls: TlsConfig = field(default_factory=TlsConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
 
     def __post_init__(self) -> None:
         for name in ROLES:

@@ -11,15 +11,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 import signal
 import tempfile
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from http.client import HTTPResponse
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -29,7 +25,7 @@ from rich.console import Console
 
 from kvstore.errors import IndexUnavailable
 from services.config import ServeConfig, set_ray_environment
-from services.present import Started, show_running, step, url
+from services.present import Started, show_running, step
 from services.protocol.model_card import ModelCard
 from services.start.model import announcement, prepare_model
 from services.start.ports import check_ports, with_serve_ports
@@ -116,8 +112,8 @@ def _serve(config: ServeConfig, folder: Path, console: Console, signals: Signals
             signals.install()
         with step(console, "router and workers"):
             cluster.deploy(application(config, folder))
-            ports = _wait_ready(cluster, config.router.host, console)
-        running = Started(ModelCard.load(folder), *ports, _transports(config.router.host, ports[0]), cluster.logs())
+            ports, pairs = _wait_ready(cluster, console)
+        running = Started(ModelCard.load(folder), *ports, moves_by(pairs), cluster.logs())
         show_running(console, config, running)
         _watch(cluster)
     finally:
@@ -130,8 +126,9 @@ def _serve(config: ServeConfig, folder: Path, console: Console, signals: Signals
                 end_all(started, wait_s=2)
 
 
-def _wait_ready(cluster: Cluster, host: str, console: Console) -> tuple[int, int]:
-    """The router's own ports, once it says that it can answer. Raises StartError with the reason why it never does."""
+def _wait_ready(cluster: Cluster, console: Console) -> tuple[tuple[int, int], list[dict[str, str]]]:
+    """The router's own ports and the pairs of its workers, once it says that it can answer. Raises StartError with the
+    reason why it never does."""
     deadline = time.monotonic() + START_LIMIT_S
     shown: object = None
     reason = ""
@@ -140,38 +137,15 @@ def _wait_ready(cluster: Cluster, host: str, console: Console) -> tuple[int, int
         if state.has_failed:
             raise StartError(f"the application did not start: {last_line(state.message)}\nfull text: {cluster.logs()}")
         if state.status == "RUNNING":
-            ports = cluster.router_ports()
-            reason = not_ready(host, ports[0])
+            reason, pairs = cluster.router_readiness()
             if not reason:
-                return ports
+                return cluster.router_ports(), pairs
         waiting = state.waiting_for or ((f"router: {reason}",) if reason else ())
         if waiting and waiting != shown:
             console.print(f"  waiting for {', '.join(waiting)}", style="dim", markup=False, highlight=False)
             shown = waiting
         time.sleep(_POLL_S)
     raise StartError(f"the application was not ready within {START_LIMIT_S:.0f} s: {reason}; logs: {cluster.logs()}")
-
-
-def not_ready(host: str, port: int) -> str:
-    """Why the router cannot answer yet; empty where it can."""
-    try:
-        with _open(host, port, "/ready"):
-            return ""
-    except urllib.error.HTTPError as exc:
-        return exc.read(500).decode(errors="replace")
-    except OSError as exc:
-        return str(exc)
-
-
-def _open(host: str, port: int, path: str) -> HTTPResponse:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy
-    reply: HTTPResponse = opener.open(url("http://", host, port) + path, timeout=5)
-    return reply
-
-
-def _transports(host: str, port: int) -> str:
-    with _open(host, port, "/v1/cluster") as reply:
-        return moves_by(json.load(reply)["pairs"])
 
 
 def moves_by(pairs: Sequence[Mapping[str, str]]) -> str:

@@ -52,8 +52,13 @@ def url(scheme: str, host: str, port: int) -> str:
 def example(config: ServeConfig, http_port: int) -> str:
     """A command to paste that asks the running server for a short answer."""
     body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}'
-    base = url("http://", config.router.host, http_port)
-    return f"curl {base}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+    base = url(_scheme(config), config.router.host, http_port)
+    key = " -H 'Authorization: Bearer KEY'" if config.access.keys_file else ""
+    return f"curl {base}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
+
+
+def _scheme(config: ServeConfig) -> str:
+    return "https://" if config.tls.is_on else "http://"
 
 
 def show_running(console: Console, config: ServeConfig, started: Started) -> None:
@@ -63,7 +68,7 @@ def show_running(console: Console, config: ServeConfig, started: Started) -> Non
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     rows = [
-        ("OpenAI API, chat page", url("http://", host, started.http_port)),
+        ("OpenAI API, chat page", url(_scheme(config), host, started.http_port)),
         ("gRPC", url("", host, started.grpc_port)),
         ("through Ray Serve", f"{url('http://', host, router.serve_port)}, gRPC {router.serve_grpc_port}"),
         ("model", f"{config.model.served_name or started.card.name}  ({started.card.folder})"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import cache
@@ -16,9 +17,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from services.config import ModelConfig, RouterConfig, ServeConfig
 from services.protocol.errors import ErrorCode, RequestError
 from services.protocol.model_card import CARD_FILE, ModelCard
+from services.router.record import Recorder
 from services.router.serve import Fronts, serve_fronts
 from services.router.timeline import Timelines
 from services.router.types import RouterRequest, TokenEvent
+from tests.strict import StrictAnswers
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 EOS_ID = 2
@@ -174,6 +177,7 @@ class FakeCore:
     def forget(self) -> None:
         """As new; for tests that share one running router."""
         self.flow = ScriptedFlow()
+        self.recorder = Recorder(time.monotonic)
         self.timelines = Timelines(self.config.router.timelines_kept)
         self.not_ready = ""
         self.capacity = 0
@@ -213,12 +217,15 @@ def make_core(
 
 @asynccontextmanager
 async def running(core: FakeCore) -> AsyncIterator[Fronts]:
-    """Both fronts of a core on free ports."""
+    """Both fronts of a core on free ports; every answer over HTTP is read strictly (see `tests.strict`)."""
     fronts = await serve_fronts(core, core.config)
+    wrong: list[str] = []
+    fronts.http_app.add_middleware(StrictAnswers, found=wrong)
     try:
         yield fronts
     finally:
         await fronts.stop(0.2)
+    assert not wrong, "\n".join(wrong)
 
 
 def client_of(fronts: Fronts) -> httpx.AsyncClient:

@@ -20,10 +20,12 @@ The numbers go on above the old ones with a hole, so every reader finds out too.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Protocol
 
 from kvstore.blocks import NAME_BYTES
+from kvstore.errors import IndexUnavailable
 
 MAX_NAMES_PER_BATCH = 4096
 """A larger `publish` becomes several batches."""
@@ -33,6 +35,23 @@ MAX_RECORD_BYTES = 64 << 10
 
 MAX_BATCHES = 1024
 """A stream keeps at least so many of its last batches."""
+
+
+class Tier(IntEnum):
+    """Where a worker has a block: in its engine's own pool, or behind it, where a load fetches it from."""
+
+    DEVICE = 0
+    HOST = 1
+    DISK = 2
+    STORE = 3
+
+
+NUM_TIERS = 16
+"""Numbers above are no tier of any version to come."""
+
+
+class SnapshotRefused(IndexUnavailable):
+    """One worker's set cannot be read; the store itself answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +65,7 @@ class WorkerRecord:
 
 @dataclass(frozen=True, slots=True)
 class EventBatch:
-    """One change of one worker's block set. ``cleared``: the set was emptied; there are no names then."""
+    """One change of one worker's block set, in one tier. ``cleared``: all tiers were emptied; there are no names."""
 
     worker_id: str
     epoch: str
@@ -54,6 +73,7 @@ class EventBatch:
     stored: tuple[bytes, ...]
     removed: tuple[bytes, ...]
     cleared: bool = False
+    tier: int = Tier.DEVICE  # one of a later version is no error
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +82,7 @@ class Snapshot:
 
     seq: int
     names: frozenset[bytes]
+    lower: Mapping[int, frozenset[bytes]] = field(default_factory=dict)  # by tier, without the device's
 
 
 class BlockIndex(Protocol):
@@ -82,7 +103,9 @@ class BlockIndex(Protocol):
     async def withdraw(self, worker_id: str, epoch: str) -> None:
         """Forget this epoch. A newer epoch of the worker stays untouched."""
 
-    async def publish(self, worker_id: str, epoch: str, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
+    async def publish(
+        self, worker_id: str, epoch: str, stored: Sequence[bytes], removed: Sequence[bytes], tier: int = Tier.DEVICE
+    ) -> None:
         """Add to and remove from the worker's block set, and append that as numbered batches, at once for each batch.
 
         Names in both are removed. Nothing to say makes no batch. After an error it is not known which batches were
@@ -94,7 +117,10 @@ class BlockIndex(Protocol):
         """
 
     async def clear(self, worker_id: str, epoch: str) -> None:
-        """Empty the worker's block set, at a cost that does not grow with it. Also the start anew after a loss."""
+        """Empty the worker's block set, in all tiers, at a cost that does not grow with it.
+
+        Also the start anew after a loss.
+        """
 
     async def holds(self, worker_id: str, epoch: str) -> bool:
         """Whether the store still has what this epoch published; False also where it never published."""

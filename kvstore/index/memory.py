@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.errors import IndexUnavailable
-from kvstore.index.base import MAX_BATCHES, EventBatch, Snapshot, WorkerRecord, check_record, split_names
+from kvstore.index.base import MAX_BATCHES, EventBatch, Snapshot, Tier, WorkerRecord, check_record, split_names
 
 
 @dataclass(slots=True)
@@ -23,7 +23,7 @@ class _Registered:
 class _Blocks:
     batches: deque[EventBatch]
     seen_s: float
-    names: set[bytes] = field(default_factory=set)
+    tiers: dict[int, set[bytes]] = field(default_factory=dict)
 
 
 class MemoryIndex:
@@ -59,7 +59,9 @@ class MemoryIndex:
         if registered is not None and registered.record.epoch == epoch:
             del self._workers[worker_id]
 
-    async def publish(self, worker_id: str, epoch: str, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
+    async def publish(
+        self, worker_id: str, epoch: str, stored: Sequence[bytes], removed: Sequence[bytes], tier: int = Tier.DEVICE
+    ) -> None:
         for new, gone in split_names(stored, removed):
             self._expire()
             blocks = self._blocks.get((worker_id, epoch))
@@ -67,9 +69,11 @@ class MemoryIndex:
                 if (worker_id, epoch) in self._last_seq:
                     raise IndexUnavailable(f"the index lost the blocks of {worker_id}: they must be published again")
                 blocks = self._start(worker_id, epoch)
-            blocks.names.update(new)
-            blocks.names.difference_update(gone)
-            self._append(blocks, EventBatch(worker_id, epoch, self._next(worker_id, epoch), tuple(new), tuple(gone)))
+            names = blocks.tiers.setdefault(tier, set())
+            names.update(new)
+            names.difference_update(gone)
+            seq = self._next(worker_id, epoch)
+            self._append(blocks, EventBatch(worker_id, epoch, seq, tuple(new), tuple(gone), tier=tier))
 
     async def clear(self, worker_id: str, epoch: str) -> None:
         self._expire()
@@ -78,7 +82,7 @@ class MemoryIndex:
             if (worker_id, epoch) in self._last_seq:
                 self._next(worker_id, epoch)  # a hole, so that readers notice
             blocks = self._start(worker_id, epoch)
-        blocks.names = set()
+        blocks.tiers = {}
         seq = self._next(worker_id, epoch)
         self._append(blocks, EventBatch(worker_id, epoch, seq, (), (), cleared=True))
 
@@ -100,7 +104,8 @@ class MemoryIndex:
         blocks = self._blocks.get((worker_id, epoch))
         if blocks is None:
             return Snapshot(0, frozenset())
-        return Snapshot(self._last_seq[worker_id, epoch], frozenset(blocks.names))
+        names = {tier: frozenset(held) for tier, held in blocks.tiers.items() if held}
+        return Snapshot(self._last_seq[worker_id, epoch], names.pop(Tier.DEVICE, frozenset()), names)
 
     async def read(self, cursors: Mapping[tuple[str, str], int], wait_s: float) -> list[EventBatch]:
         try:

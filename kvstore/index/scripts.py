@@ -1,7 +1,8 @@
 """The Lua that makes each change of the Redis index one step.
 
-Keys of one worker epoch: a set of block names and a stream of batches with ids ``seq-0``. The set always holds one
-empty name, so that an empty set and a lost one differ.
+Keys of one worker epoch: a set of block names and a stream of batches with ids ``seq-0``. A name of 16 bytes is a
+block on the device; a 17th byte is the tier of one that lies elsewhere. The set always holds one empty name, so that an
+empty set and a lost one differ.
 """
 
 from __future__ import annotations
@@ -28,49 +29,59 @@ end
 local UNCOUNTABLE = 9007199254740000
 """
 
-ANNOUNCE = (
+REGISTER = (
     _COMMON
     + """
-local worker, workers, blocks, events = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local worker, blocks, events = KEYS[1], KEYS[2], KEYS[3]
 local suffix, epoch, payload, load, ttl_ms = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
-local blocks_prefix, events_prefix, member = ARGV[6], ARGV[7], ARGV[8]
 own(worker, 'hash')
-own(workers, 'zset')
 local before = redis.call('HGET', worker, 'suffix')
-if before and before ~= suffix then redis.call('UNLINK', blocks_prefix .. before, events_prefix .. before) end
+if before and before ~= suffix then redis.call('UNLINK', ARGV[6] .. before, ARGV[7] .. before) end
 redis.call('HSET', worker, 'v', '1', 'suffix', suffix, 'epoch', epoch, 'payload', payload, 'load', load)
+for _, key in ipairs({worker, blocks, events}) do redis.call('PEXPIRE', key, ttl_ms) end
+return 1
+"""
+)
+"""Every key of one worker. What an earlier epoch left is named by its suffix, which lies in the same slot."""
+
+ENLIST = (
+    _COMMON
+    + """
+local workers, member, ttl_ms = KEYS[1], ARGV[1], tonumber(ARGV[2])
+own(workers, 'zset')
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
 redis.call('ZADD', workers, now_ms, member)
 redis.call('ZREMRANGEBYSCORE', workers, '-inf', now_ms - ttl_ms)
-for _, key in ipairs({worker, workers, blocks, events}) do redis.call('PEXPIRE', key, ttl_ms) end
+redis.call('PEXPIRE', workers, ttl_ms)
 return 1
 """
 )
 
 WITHDRAW = """
-local worker, workers, blocks, events = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local worker, blocks, events = KEYS[1], KEYS[2], KEYS[3]
 redis.call('UNLINK', blocks, events)
 if redis.call('TYPE', worker).ok == 'hash' and redis.call('HGET', worker, 'suffix') == ARGV[1] then
   redis.call('UNLINK', worker)
-  redis.call('ZREM', workers, ARGV[2])
 end
 return 1
 """
+"""The list keeps the id until its time is over, for another epoch may be announcing itself; readers find no record."""
 
 PUBLISH = (
     _COMMON
     + """
 local blocks, events = KEYS[1], KEYS[2]
 local floor, ttl_ms, max_batches, payload = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3], ARGV[4]
+local width = tonumber(ARGV[7])
 own(blocks, 'set')
 own(events, 'stream')
 local last = last_seq(events)
 if (redis.call('EXISTS', blocks) == 1) ~= (last > 0) or last < floor or last > UNCOUNTABLE then return -1 end
 local function apply(command, packed)
-  for start = 1, #packed, 16000 do
-    local names = {}
-    for at = start, math.min(#packed, start + 15999), 16 do names[#names + 1] = string.sub(packed, at, at + 15) end
+  for start = 1, #packed, 1000 * width do
+    local names, stop = {}, math.min(#packed, start + 1000 * width - 1)
+    for at = start, stop, width do names[#names + 1] = string.sub(packed, at, at + width - 1) end
     redis.call(command, blocks, unpack(names))
   end
 end
@@ -120,13 +131,15 @@ SNAPSHOT = (
     _COMMON
     + """
 local blocks, events = KEYS[1], KEYS[2]
-if redis.call('TYPE', blocks).ok ~= 'set' or redis.call('TYPE', events).ok ~= 'stream' then return {0, 0, 0, ''} end
+if redis.call('TYPE', blocks).ok ~= 'set' or redis.call('TYPE', events).ok ~= 'stream' then return {0, 0, 0, '', ''} end
 local size = redis.call('SCARD', blocks)
-if size > tonumber(ARGV[1]) then return {last_seq(events), size, 0, ''} end
-local names, foreign = {}, 0
+if size > tonumber(ARGV[1]) then return {last_seq(events), size, 0, '', ''} end
+local names, lower, foreign = {}, {}, 0
 for _, name in ipairs(redis.call('SMEMBERS', blocks)) do
-  if #name == 16 then names[#names + 1] = name elseif name ~= '' then foreign = foreign + 1 end
+  if #name == 16 then names[#names + 1] = name
+  elseif #name == 17 and string.byte(name, 17) < 16 then lower[#lower + 1] = name
+  elseif name ~= '' then foreign = foreign + 1 end
 end
-return {last_seq(events), size, foreign, table.concat(names)}
+return {last_seq(events), size, foreign, table.concat(names), table.concat(lower)}
 """
 )

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,4 +124,16 @@ class Connector(Loader, Protocol):
 
     def close(self) -> None:
         """End threads and connections. Nothing is called afterwards."""
+        ...
+
+
+@runtime_checkable
+class Telling(Protocol):
+    """What a connector may have beside: it knows what it keeps, so that routers can reckon with it."""
+
+    tier: int
+    """As `kvstore.index.base.Tier` numbers them."""
+
+    def take_events(self) -> tuple[Sequence[bytes], Sequence[bytes]]:
+        """Names of blocks that it keeps now and did not at the last call, parents first; and those the other way."""
         ...

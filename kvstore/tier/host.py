@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from kvstore.errors import ConfigError, OutOfBlocks
 from kvstore.geometry import KVGeometry
+from kvstore.index.base import Tier
 from kvstore.pool import BlockPool
 from kvstore.tensors import KVMemory
 from kvstore.tier.base import Prefix, Save
@@ -35,6 +36,7 @@ class HostTier:
     """`kvstore.tier.base.Connector` over ``host_bytes`` of memory, which is taken as it fills."""
 
     chunk_blocks = 1
+    tier = Tier.HOST
 
     def __init__(self, memory: KVMemory, options: TierOptions) -> None:
         """Args: memory: the engine's.
@@ -134,6 +136,10 @@ class HostTier:
             "blocks_refused": self._refused,
         }
 
+    def take_events(self) -> tuple[Sequence[bytes], Sequence[bytes]]:
+        stored, removed = self._pool.take_events()
+        return [name for name, _parent in stored], removed
+
     def close(self) -> None:
         self._host.close()
 
@@ -168,5 +174,4 @@ class HostTier:
         except ValueError:  # they contradict what is here; the engine counts such names
             self._refused += 1
         self._pool.release(_OWNER)
-        self._pool.take_events()
         self._saving = ()

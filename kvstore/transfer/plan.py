@@ -33,10 +33,10 @@ def merge_blocks(layer: int, source_ids: Sequence[int], target_ids: Sequence[int
     runs: list[Run] = []
     start, stop = first, first + count
     for index in range(first + 1, stop + 1):
-        ahead = index - start
-        if index < stop and source_ids[index] == source_ids[start] + ahead and target_ids[index] == target_ids[start] + ahead:
+        source, target, ahead = source_ids[start], target_ids[start], index - start
+        if index < stop and (source_ids[index], target_ids[index]) == (source + ahead, target + ahead):
             continue
-        runs.append(Run(layer, source_ids[start], target_ids[start], ahead))
+        runs.append(Run(layer, source, target, ahead))
         start = index
     return runs
 

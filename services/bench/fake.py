@@ -2,8 +2,9 @@
 
     request ─► behaviour: defaults ◄ the next of --script ◄ the request's own field "fake" ─► wait ttft ─► chunks ─► end
 
-A behaviour is a JSON object with fields of `Behaviour`. What arrived, and when, is at /fake/requests. It listens on
-loopback only; it is for tests of tools and of routers, not for people.
+A behaviour is a JSON object with fields of `Behaviour`. With --slots only so many requests are served at once, in order
+of arrival: then its capacity is known, slots divided by the time of one. What came, when, and whether it was answered
+to its end, is at /fake/requests. It listens on loopback only; it is for tests of tools and of routers, not for people.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import dataclasses
 import json
 import sys
 import time
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -56,18 +59,33 @@ class Stall:
 class FakeServer:
     """State that all connections share. Create it inside a running loop."""
 
-    def __init__(self, default: Behaviour, script: list[dict[str, Any]], stall: Stall, vocab_size: int) -> None:
+    def __init__(
+        self,
+        default: Behaviour,
+        script: list[dict[str, Any]],
+        stall: Stall,
+        vocab_size: int,
+        *,
+        slots: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.default, self.script, self.stall, self.vocab_size = default, script, stall, vocab_size
+        self.clock = clock
         self.requests: list[dict[str, Any]] = []
+        self._slots = asyncio.Semaphore(slots) if slots else None
         self._ids = count()
         self._blocks: set[int] = set()  # names of prompt blocks seen: a cache that never forgets
         self._first_s: float | None = None
 
-    def open(self, body: dict[str, Any], at_s: float) -> tuple[str, Behaviour]:
+    def slot(self) -> AbstractAsyncContextManager[Any]:
+        """What a request holds while it is served."""
+        return self._slots or nullcontext()
+
+    def open(self, body: dict[str, Any], at_s: float, key: str) -> tuple[str, Behaviour]:
         """Note an arrival, and choose its behaviour. Raises ValueError, TypeError for a wrong one."""
         number = next(self._ids)
         self._first_s = at_s if self._first_s is None else self._first_s
-        self.requests.append({"at_s": at_s, "prompt_tokens": len(self.prompt(body))})
+        self.requests.append({"at_s": at_s, "prompt_tokens": len(self.prompt(body)), "key": key, "is_over": False})
         scripted = self.script[number % len(self.script)] if self.script else {}
         return f"cmpl-{number}", dataclasses.replace(self.default, **scripted, **body.get("fake", {}))
 
@@ -94,7 +112,7 @@ class FakeServer:
             begin_s = self._first_s + self.stall.at_s
             if begin_s <= due_s < begin_s + self.stall.length_s:
                 due_s = begin_s + self.stall.length_s
-        while (left_s := due_s - time.monotonic()) > 0:
+        while (left_s := due_s - self.clock()) > 0:
             await asyncio.sleep(left_s)
 
 
@@ -109,7 +127,7 @@ class FakeConnection(asyncio.Protocol):
 
     def _reset(self) -> None:
         self._parser = httptools.HttpRequestParser(self)
-        self._url, self._body = b"", bytearray()
+        self._url, self._body, self._key = b"", bytearray(), ""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -127,14 +145,18 @@ class FakeConnection(asyncio.Protocol):
     def on_url(self, url: bytes) -> None:
         self._url += url
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() == b"authorization":
+            self._key = value.decode("latin-1").removeprefix("Bearer ")
+
     def on_body(self, body: bytes) -> None:
         self._body += body
 
     def on_message_complete(self) -> None:
-        path, body, at_s = self._url.decode("latin-1"), bytes(self._body), time.monotonic()
+        path, body = self._url.decode("latin-1"), bytes(self._body)
         asyncio.get_running_loop().call_soon(self._reset)  # not inside the parser's own callback
         if path in ("/v1/completions", CHAT):
-            self._task = asyncio.get_running_loop().create_task(self._generate(path, body, at_s))
+            self._task = asyncio.get_running_loop().create_task(self._serve(path, body, self._key))
         else:
             self._reply(*self._look(path))
 
@@ -145,11 +167,11 @@ class FakeConnection(asyncio.Protocol):
             return 200, self._server.requests
         return (200, {"status": "ok"}) if path in ("/health", "/ready") else (404, _error("there is no such route"))
 
-    async def _generate(self, path: str, raw: bytes, at_s: float) -> None:
+    async def _serve(self, path: str, raw: bytes, key: str) -> None:
         server = self._server
         try:
             body = json.loads(raw)
-            answer_id, how = server.open(body, at_s)
+            answer_id, how = server.open(body, server.clock(), key)
             ids = [x for x in server.prompt(body) if isinstance(x, int)]
         except (ValueError, TypeError, AttributeError) as exc:
             self._reply(400, _error(str(exc)))
@@ -157,16 +179,21 @@ class FakeConnection(asyncio.Protocol):
         if any(not 0 <= x < server.vocab_size for x in ids):
             self._reply(400, _error(f"token ids lie below {server.vocab_size}"))
             return
-        usage = self._usage(body, how)
+        noted = server.requests[-1]
+        async with server.slot():
+            await self._generate(body, how, _Shape(path == CHAT, answer_id))
+        noted["is_over"] = True
+
+    async def _generate(self, body: dict[str, Any], how: Behaviour, shape: _Shape) -> None:
+        server, at_s, usage = self._server, self._server.clock(), self._usage(body, how)
         await server.until(at_s + how.ttft_ms / 1000)
         if how.end == "http_error":
             self._reply(how.status, _error("scripted refusal"))
         elif how.end == "empty_200":
             self._send(_head(200, "text/event-stream", 0))
         elif body.get("stream"):
-            await self._stream(_Shape(path == CHAT, answer_id), how, usage, at_s)
+            await self._stream(shape, how, usage, at_s)
         else:
-            shape = _Shape(path == CHAT, answer_id)
             await server.until(at_s + (how.ttft_ms + how.itl_ms * max(0, usage["completion_tokens"] - 1)) / 1000)
             self._reply(200, shape.whole(how.text * usage["completion_tokens"], usage if how.has_usage else None))
 
@@ -255,8 +282,9 @@ async def start(server: FakeServer, port: int) -> asyncio.Server:
     return await asyncio.get_running_loop().create_server(lambda: FakeConnection(server), "127.0.0.1", port)
 
 
-async def _serve(server: FakeServer, port: int) -> None:
-    listening = await start(server, port)
+async def _listen(options: argparse.Namespace, default: Behaviour, script: list[dict[str, Any]], stall: Stall) -> None:
+    server = FakeServer(default, script, stall, options.vocab_size, slots=options.slots)
+    listening = await start(server, options.port)
     sys.stdout.write(f"listening on http://127.0.0.1:{listening.sockets[0].getsockname()[1]}\n")
     sys.stdout.flush()
     await listening.serve_forever()
@@ -271,12 +299,13 @@ def main() -> int:
     parser.add_argument("--script", type=Path, help="JSON list of behaviours, taken in turn")
     parser.add_argument("--stall-at-s", type=float, default=0.0, help="since the first request")
     parser.add_argument("--stall-s", type=float, default=0.0, help="nothing is sent for so long")
+    parser.add_argument("--slots", type=int, default=0, help="requests served at once; 0: all")
     parser.add_argument("--vocab-size", type=int, default=50000, help="token ids from here on are refused")
     options = parser.parse_args()
     default = Behaviour(ttft_ms=options.ttft_ms, itl_ms=options.itl_ms, tokens_per_chunk=options.tokens_per_chunk)
     script = json.loads(options.script.read_text(encoding="utf-8")) if options.script else []
     stall = Stall(at_s=options.stall_at_s, length_s=options.stall_s)
-    uvloop.run(_serve(FakeServer(default, script, stall, options.vocab_size), options.port))
+    uvloop.run(_listen(options, default, script, stall))
     return 0
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from kvstore.errors import IndexUnavailable
+from kvstore.index.address import StoreAddress
 from services.config import ServeConfig
 from services.doctor.checks import Check
 
@@ -21,7 +21,7 @@ def check_redis(config: ServeConfig) -> list[Check]:
         return [Check("redis", "note", "none: workers are found through Ray, prefix hits by the router's own bookings")]
     if url == "embedded":
         return [asyncio.run(_try_embedded())]
-    return [asyncio.run(_ping(url))]
+    return [asyncio.run(_ping(config.redis.address, config.redis.kind))]
 
 
 async def _try_embedded() -> Check:
@@ -40,27 +40,22 @@ async def _try_embedded() -> Check:
     return Check("redis", "ok", "an embedded Valkey starts and answers")
 
 
-async def _ping(url: str) -> Check:
-    from redis.asyncio import Redis
-    from redis.exceptions import RedisError
+async def _ping(address: StoreAddress, kind: str) -> Check:
+    from redis.exceptions import RedisClusterException, RedisError
 
-    place = shown(url)
+    from kvstore.index.connect import connect, disconnect
+
+    place = f"{kind} {address.shown}" if kind != "standalone" else address.shown
     try:
-        client = Redis.from_url(url, socket_timeout=2, socket_connect_timeout=2)
+        client = connect(address, 2.0)
     except ValueError as exc:
         return Check("redis", "error", f"{place} is no address of a Redis: {exc}", "--redis-url redis://host:6379/0")
     try:
         async with asyncio.timeout(ANSWER_LIMIT_S):
-            await client.execute_command("PING")  # type: ignore[no-untyped-call]
-    except (RedisError, OSError, TimeoutError) as exc:
+            await client.ping()
+    except (RedisError, RedisClusterException, OSError, TimeoutError) as exc:
         text = f"{place} does not answer: {exc or 'time is up'}; serving goes on without it"
         return Check("redis", "warning", text, "start it, mend its address or password, or --redis-url embedded")
     finally:
-        await client.aclose()
+        await disconnect(client)
     return Check("redis", "ok", f"{place} answers")
-
-
-def shown(url: str) -> str:
-    """The address without its password."""
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.hostname or ''}{f':{parts.port}' if parts.port else ''}{parts.path}"

@@ -293,7 +293,10 @@ class Engine:
         stored, removed = self.scheduler.roster.pool.take_events()
         outputs, self._outputs, self._changed = tuple(self._outputs), [], False
         self._running_told = self.scheduler.num_running
-        self._send(StepDone(outputs=outputs, stored=tuple(stored), removed=tuple(removed), stats=self.stats()))
+        tier = self.tiers.take_events()
+        self._send(
+            StepDone(outputs=outputs, stored=tuple(stored), removed=tuple(removed), stats=self.stats(), tier=tier)
+        )
 
 
 def _scored(output: SequenceOutput, told: Mapping[tuple[str, int], TokenLogprobs]) -> SequenceOutput:

@@ -18,6 +18,7 @@ Each message is a dataclass of this module, carried by `kvstore.wire.Codec`; not
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -276,11 +277,29 @@ class Stats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TierEvents:
+    """Names that a tier behind the pool came to keep, and lost; ``is_lost``: all of them, it failed."""
+
+    tier: int = 0
+    stored: tuple[bytes, ...] = ()
+    removed: tuple[bytes, ...] = ()
+    is_lost: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepDone:
     outputs: tuple[SequenceOutput, ...]
     stored: tuple[tuple[bytes, bytes], ...]  # (name, parent name or root) of blocks now cached
     removed: tuple[bytes, ...]
     stats: Stats
+    tier: TierEvents | None = None  # what is new there
+
+    def changes(self) -> Iterator[tuple[Sequence[bytes], Sequence[bytes], int, bool]]:
+        """Stored names, removed names, tier (0: the device), whether all that it had before is lost."""
+        if self.stored or self.removed:
+            yield [name for name, _parent in self.stored], self.removed, 0, False
+        if self.tier is not None:
+            yield self.tier.stored, self.tier.removed, self.tier.tier, self.tier.is_lost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,6 +312,6 @@ CODEC = Codec(
         GrammarSpec, Penalties, TokenLogprobs,
         Sampling, AddSequence, ReserveSequence, StartSequence, AbortSequence, ReleaseSequence, Unquarantine, PinBlocks,
         Loaded, GetSteps, Stop, EngineReady, Reserved, ReserveRefused, PrefillStarted, Pinned, LoadWanted, LoadEnded,
-        SequenceOutput, Stats, StepDone, Steps,
+        SequenceOutput, Stats, TierEvents, StepDone, Steps,
     )
 )  # fmt: skip

@@ -15,7 +15,8 @@ from typing import TypeVar
 
 from kvstore.errors import KVError
 from kvstore.pool import BlockPool
-from kvstore.tier.base import Connector, Prefix, Save
+from kvstore.tier.base import Connector, Prefix, Save, Telling
+from services.engine.messages import TierEvents
 from services.engine.sequence import Work
 
 log = logging.getLogger("pdray.engine")
@@ -48,11 +49,13 @@ class Tiers:
         self.saves_missed = 0  # blocks that were evicted before they could be saved
         self._pool = pool
         self._connector = connector
+        self._telling = connector if isinstance(connector, Telling) else None
         self._asked: set[str] = set()
         self._line: deque[tuple[Prefix, int, int]] = deque()
         self._pinned: set[int] = set()
         self._numbers = 0
         self._wait_s: float | None = None
+        self._events = TierEvents()
 
     @property
     def may_load(self) -> bool:
@@ -125,10 +128,10 @@ class Tiers:
     def work(self) -> bool:
         """Between two steps: let the connector do a piece of its work, and hand it one piece to save.
 
-        True: a save that was under way before has let go of its blocks.
+        True: a save that was under way before has let go of its blocks, or there is something for `take_events`.
         """
         if self._connector is None:
-            return False
+            return self._note_events()
         held = len(self._pinned)
         self._unpin_saved()
         changed = len(self._pinned) < held
@@ -136,14 +139,36 @@ class Tiers:
             self._save(*self._line.popleft())
         nothing: float | None = None
         self._wait_s = self._guard(lambda c: c.poll(), nothing)
-        return changed
+        return self._note_events() or changed
 
     def stats(self) -> dict[str, int]:
         return self._guard(lambda c: c.stats(), {})
 
+    def take_events(self) -> TierEvents | None:
+        """What the tier has come to keep, and keeps no more, since the last call; None of one that does not tell."""
+        if not self._note_events():
+            return None
+        events, self._events = self._events, TierEvents(tier=self._events.tier)
+        return events
+
     def close(self) -> None:
         self._guard(lambda c: c.close(), None)
         self._connector = None
+
+    def _note_events(self) -> bool:
+        """True where something waits to be told."""
+        telling = self._telling
+        if telling is not None and self._connector is not None:
+            stored, removed = self._guard(lambda _: telling.take_events(), ((), ()))
+            before = self._events
+            if stored or removed:
+                gone, back = {*removed}, {*stored}
+                self._events = TierEvents(
+                    tier=int(telling.tier),
+                    stored=(*(n for n in before.stored if n not in gone), *stored),
+                    removed=(*(n for n in before.removed if n not in back), *removed),
+                )
+        return bool(self._events.stored or self._events.removed or self._events.is_lost)
 
     def _save(self, prefix: Prefix, first: int, count: int) -> None:
         names = prefix.names[: first + count]
@@ -186,6 +211,7 @@ class Tiers:
             self._connector = None
             self._line.clear()
             self._wait_s = None
+            self._events = TierEvents(tier=self._events.tier, is_lost=True)
             for number in tuple(self._pinned):  # it may read on, but nobody asks it for what it reads
                 self._unpin(number)
             return otherwise

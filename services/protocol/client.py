@@ -1,109 +1,80 @@
-"""A small client of pdray.v1.Inference, for callers with threads and for callers with an event loop.
+"""A small client of all that the router serves over gRPC, for callers with threads and for callers with an event loop.
 
-    with PdrayClient("127.0.0.1:9000") as client:
+    with PdrayClient("127.0.0.1:9000", api_key="…") as client:
         for piece in client.generate("Once upon a time", max_tokens=20):
             …piece.text…
 
-Leaving the loop early, or closing the iterator, cancels the call and frees the request on the workers.
+Leaving the loop early, or closing the iterator, cancels the call and frees the request on the workers. Every method of
+the asynchronous client has the name, the arguments and the errors of the blocking one's.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import grpc
 import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.protocol.errors import STATUS, ErrorCode, RequestError
-from services.protocol.proto import inference_pb2, inference_pb2_grpc
-from services.protocol.status import sent_error
-
-DEFAULT_MAX_MESSAGE_BYTES = 8 << 20
-"""As the setting router.max_body_bytes of the server."""
-_LARGEST_LABEL = 128
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """None leaves a field to the server. See SamplingParams in inference.proto."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    stop: Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool = False
-    n: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    json: str | None = None  # a JSON schema that the answer follows; of these five fields one at most
-    json_object: bool = False
-    regex: str | None = None
-    choice: Sequence[str] = ()
-    grammar: str | None = None
+from services.protocol.channels import DEFAULT_MAX_MESSAGE_BYTES, credentials, error_of
+from services.protocol.channels import Tls as Tls
+from services.protocol.channels import channel_options as channel_options
+from services.protocol.client_messages import Call as Call
+from services.protocol.client_messages import CallOptions as CallOptions
+from services.protocol.client_messages import CallPiece as CallPiece
+from services.protocol.client_messages import Message as Message
+from services.protocol.client_messages import Piece as Piece
+from services.protocol.client_messages import Sampling as Sampling
+from services.protocol.client_messages import TokenLogprobs as TokenLogprobs
+from services.protocol.client_messages import Tool as Tool
+from services.protocol.client_messages import Usage as Usage
+from services.protocol.client_messages import (
+    chat_request,
+    generate_request,
+    infer_request,
+    infer_texts,
+    piece_of,
+    sampling_of,
+    tokenize_request,
+)
+from services.protocol.errors import ErrorCode, RequestError
+from services.protocol.proto import inference_pb2, inference_pb2_grpc, open_inference_pb2_grpc
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """How likely the model found one token; natural logarithms."""
+class _Client:
+    """What both clients share: the connection's settings, and one stub for each service."""
 
-    token_id: int
-    logprob: float
-    rank: int  # 1 = no other token was likelier
-    top: tuple[tuple[int, float], ...]  # (token id, logprob), the likeliest first
+    def __init__(self, channel: Any, api_key: str) -> None:
+        self._channel = channel
+        self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
+        self._stub = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
+        self._open = open_inference_pb2_grpc.GRPCInferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+        self._health = health_pb2_grpc.HealthStub(channel)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
-    """Tokens of the whole request."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
+    def _begin(self, rpc: Callable[..., Any], request: Any, options: CallOptions | None = None) -> Any:
+        return rpc(request, timeout=None if options is None else options.timeout_s, metadata=self._metadata)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """What is new of one choice. Only the last piece of each has a finish_reason, and the very last one the usage."""
-
-    request_id: str
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str = ""
-    usage: Usage | None = None
-    choice: int = 0
-    logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of token_ids, where they were asked for
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # from the second prompt token on; in the first piece
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallOptions:
-    """What belongs to a call rather than to sampling. ``timeout_s``: the deadline, which the server honours too."""
-
-    model: str = ""
-    request_id: str = ""
-    cache_salt: str = ""
-    timeout_s: float | None = None
-
-
-class PdrayClient:
+class PdrayClient(_Client):
     """Blocking. One object serves several threads."""
 
-    def __init__(self, address: str, *, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        api_key: str = "",
+        tls: Tls | None = None,
+        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+    ) -> None:
         """``address``: host:port. Connects at the first call."""
-        self._channel = grpc.insecure_channel(address, options=channel_options(max_message_bytes))
-        self._stub = inference_pb2_grpc.InferenceStub(self._channel)  # type: ignore[no-untyped-call]
+        options = channel_options(max_message_bytes)
+        if tls is None:
+            channel = grpc.insecure_channel(address, options=options)
+        else:
+            channel = grpc.secure_channel(address, credentials(tls), options=options)
+        super().__init__(channel, api_key)
 
     def __enter__(self) -> Self:
         return self
@@ -128,24 +99,107 @@ class PdrayClient:
         Raises:
             RequestError: while iterating; with the server's code, message and advised wait.
         """
-        options = options or CallOptions()
-        call = self._stub.Generate(_request(prompt, _sampling(sampling, fields), options), timeout=options.timeout_s)
+        request = generate_request(prompt, sampling_of(sampling, fields), options or CallOptions())
+        call = self._begin(self._stub.Generate, request, options)
         try:
             for message in call:
-                yield _piece(message)
+                yield piece_of(message)
         except grpc.RpcError as exc:
-            raise _error(exc) from None
+            raise error_of(exc) from None
         finally:
             call.cancel()
 
+    def chat(
+        self,
+        messages: Iterable[Message],
+        sampling: Sampling | None = None,
+        options: CallOptions | None = None,
+        *,
+        tools: Iterable[Tool] = (),
+        tool_choice: str = "",
+        **fields: Any,
+    ) -> Iterator[Piece]:
+        """Likewise the answer to a chat. ``tool_choice``: none, auto, required or a tool's name."""
+        request = chat_request(messages, sampling_of(sampling, fields), options or CallOptions(), tools, tool_choice)
+        call = self._begin(self._stub.Chat, request, options)
+        try:
+            for message in call:
+                yield piece_of(message)
+        except grpc.RpcError as exc:
+            raise error_of(exc) from None
+        finally:
+            call.cancel()
 
-class AsyncPdrayClient:
+    def embed(self, texts: Sequence[str]) -> tuple[tuple[float, ...], ...]:
+        """One vector for each text. Raises RequestError NOT_YET_SUPPORTED where the model gives none."""
+        reply = self._ask(self._stub.Embed, inference_pb2.EmbedRequest(texts=texts))
+        return tuple(tuple(vector.values) for vector in reply.embeddings)
+
+    def tokenize(self, text: str | Iterable[Message]) -> tuple[int, ...]:
+        """Ids of a text or of a chat. Raises RequestError."""
+        reply = self._ask(self._stub.Tokenize, tokenize_request(text))
+        return tuple(reply.token_ids)
+
+    def model(self) -> inference_pb2.Model:
+        """What is served. Raises RequestError."""
+        model: inference_pb2.Model = self._ask(self._stub.GetModel, inference_pb2.GetModelRequest())
+        return model
+
+    def load(self) -> inference_pb2.Load:
+        """Requests of this router, and its workers. Raises RequestError."""
+        load: inference_pb2.Load = self._ask(self._stub.GetLoad, inference_pb2.GetLoadRequest())
+        return load
+
+    def abort(self, request_id: str) -> int:
+        """End running requests by their id or label; how many there were. Raises RequestError."""
+        reply = self._ask(self._stub.Abort, inference_pb2.AbortRequest(request_id=request_id))
+        return int(reply.aborted)
+
+    def is_healthy(self, service: str = "") -> bool:
+        """Whether grpc.health.v1 says SERVING. Raises RequestError."""
+        reply = self._ask(self._health.Check, health_pb2.HealthCheckRequest(service=service))
+        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def infer(self, texts: Sequence[str], model: str = "", **parameters: Any) -> tuple[str, ...]:
+        """Whole answers by the Open Inference Protocol. ``parameters``: as of /v1/completions. Raises RequestError."""
+        return infer_texts(self._ask(self._open.ModelInfer, infer_request(texts, model, parameters)))
+
+    def infer_stream(self, texts: Sequence[str], model: str = "", **parameters: Any) -> Iterator[str]:
+        """Likewise pieces of text of all choices as they come."""
+        call = self._begin(self._open.ModelStreamInfer, iter([infer_request(texts, model, parameters)]))
+        try:
+            for reply in call:
+                yield from _stream_texts(reply)
+        except grpc.RpcError as exc:
+            raise error_of(exc) from None
+        finally:
+            call.cancel()
+
+    def _ask(self, rpc: Callable[..., Any], request: Any) -> Any:
+        try:
+            return self._begin(rpc, request)
+        except grpc.RpcError as exc:
+            raise error_of(exc) from None
+
+
+class AsyncPdrayClient(_Client):
     """For one event loop."""
 
-    def __init__(self, address: str, *, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        api_key: str = "",
+        tls: Tls | None = None,
+        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+    ) -> None:
         """``address``: host:port. Connects at the first call. To be made inside the loop that uses it."""
-        self._channel = grpc.aio.insecure_channel(address, options=channel_options(max_message_bytes))
-        self._stub = inference_pb2_grpc.InferenceStub(self._channel)  # type: ignore[no-untyped-call]
+        options = channel_options(max_message_bytes)
+        if tls is None:
+            channel = grpc.aio.insecure_channel(address, options=options)
+        else:
+            channel = grpc.aio.secure_channel(address, credentials(tls), options=options)
+        super().__init__(channel, api_key)
 
     async def __aenter__(self) -> Self:
         return self
@@ -165,115 +219,83 @@ class AsyncPdrayClient:
         options: CallOptions | None = None,
         **fields: Any,
     ) -> AsyncIterator[Piece]:
-        """Pieces of the answer as they come. ``fields``: single fields of `Sampling`, in its place.
-
-        Raises:
-            RequestError: while iterating; with the server's code, message and advised wait.
-        """
-        options = options or CallOptions()
-        call = self._stub.Generate(_request(prompt, _sampling(sampling, fields), options), timeout=options.timeout_s)
+        request = generate_request(prompt, sampling_of(sampling, fields), options or CallOptions())
+        call = self._begin(self._stub.Generate, request, options)
         try:
             async for message in call:
-                yield _piece(message)
+                yield piece_of(message)
         except grpc.aio.AioRpcError as exc:
-            raise _error(exc) from None
+            raise error_of(exc) from None
         finally:
             call.cancel()
 
+    async def chat(
+        self,
+        messages: Iterable[Message],
+        sampling: Sampling | None = None,
+        options: CallOptions | None = None,
+        *,
+        tools: Iterable[Tool] = (),
+        tool_choice: str = "",
+        **fields: Any,
+    ) -> AsyncIterator[Piece]:
+        request = chat_request(messages, sampling_of(sampling, fields), options or CallOptions(), tools, tool_choice)
+        call = self._begin(self._stub.Chat, request, options)
+        try:
+            async for message in call:
+                yield piece_of(message)
+        except grpc.aio.AioRpcError as exc:
+            raise error_of(exc) from None
+        finally:
+            call.cancel()
 
-def channel_options(max_message_bytes: int) -> list[tuple[str, Any]]:
-    """One size for both directions; calls go straight to the address, past any proxy of the environment."""
-    return [
-        ("grpc.max_send_message_length", max_message_bytes),
-        ("grpc.max_receive_message_length", max_message_bytes),
-        ("grpc.enable_http_proxy", 0),
-    ]
+    async def embed(self, texts: Sequence[str]) -> tuple[tuple[float, ...], ...]:
+        reply = await self._ask(self._stub.Embed, inference_pb2.EmbedRequest(texts=texts))
+        return tuple(tuple(vector.values) for vector in reply.embeddings)
 
+    async def tokenize(self, text: str | Iterable[Message]) -> tuple[int, ...]:
+        reply = await self._ask(self._stub.Tokenize, tokenize_request(text))
+        return tuple(reply.token_ids)
 
-def _sampling(sampling: Sampling | None, fields: dict[str, Any]) -> Sampling:
-    if sampling is not None and fields:
-        raise TypeError(f"give sampling, or single fields ({', '.join(sorted(fields))}), not both")
-    return sampling or Sampling(**fields)
+    async def model(self) -> inference_pb2.Model:
+        model: inference_pb2.Model = await self._ask(self._stub.GetModel, inference_pb2.GetModelRequest())
+        return model
 
+    async def load(self) -> inference_pb2.Load:
+        load: inference_pb2.Load = await self._ask(self._stub.GetLoad, inference_pb2.GetLoadRequest())
+        return load
 
-def _request(prompt: str | Sequence[int], sampling: Sampling, options: CallOptions) -> inference_pb2.GenerateRequest:
-    params = inference_pb2.SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        seed=sampling.seed,
-        max_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
-        stop=sampling.stop,
-        stop_token_ids=sampling.stop_token_ids,
-        ignore_eos=sampling.ignore_eos,
-        min_p=sampling.min_p,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty,
-        logit_bias=dict(sampling.logit_bias),
-        logprobs=sampling.logprobs,
-        prompt_logprobs=sampling.prompt_logprobs,
-        structured_outputs=_structured(sampling),
-        n=sampling.n,
-    )
-    request = inference_pb2.GenerateRequest(
-        model=options.model,
-        sampling=params,
-        request_id=options.request_id[:_LARGEST_LABEL],
-        cache_salt=options.cache_salt,
-    )
-    if isinstance(prompt, str):
-        request.prompt = prompt
-    else:
-        request.token_ids.ids.extend(prompt)
-    return request
+    async def abort(self, request_id: str) -> int:
+        reply = await self._ask(self._stub.Abort, inference_pb2.AbortRequest(request_id=request_id))
+        return int(reply.aborted)
 
+    async def is_healthy(self, service: str = "") -> bool:
+        reply = await self._ask(self._health.Check, health_pb2.HealthCheckRequest(service=service))
+        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
-def _structured(sampling: Sampling) -> inference_pb2.StructuredOutputs | None:
-    asked: dict[str, Any] = {
-        "json": sampling.json,
-        "json_object": sampling.json_object or None,
-        "regex": sampling.regex,
-        "choice": inference_pb2.Texts(texts=sampling.choice) if sampling.choice else None,
-        "grammar": sampling.grammar,
-    }
-    asked = {name: value for name, value in asked.items() if value is not None}
-    if len(asked) > 1:
-        raise TypeError(f"give one of {', '.join(sorted(asked))}")
-    return inference_pb2.StructuredOutputs(**asked) if asked else None
+    async def infer(self, texts: Sequence[str], model: str = "", **parameters: Any) -> tuple[str, ...]:
+        return infer_texts(await self._ask(self._open.ModelInfer, infer_request(texts, model, parameters)))
 
+    async def infer_stream(self, texts: Sequence[str], model: str = "", **parameters: Any) -> AsyncIterator[str]:
+        call = self._begin(self._open.ModelStreamInfer, iter([infer_request(texts, model, parameters)]))
+        try:
+            async for reply in call:
+                for text in _stream_texts(reply):
+                    yield text
+        except grpc.aio.AioRpcError as exc:
+            raise error_of(exc) from None
+        finally:
+            call.cancel()
 
-def _logprobs(told: Iterable[inference_pb2.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
-    return tuple(
-        TokenLogprobs(x.token_id, x.logprob, x.rank, tuple(zip(x.top_ids, x.top_logprobs, strict=True))) for x in told
-    )
+    async def _ask(self, rpc: Callable[..., Any], request: Any) -> Any:
+        try:
+            return await self._begin(rpc, request)
+        except grpc.aio.AioRpcError as exc:
+            raise error_of(exc) from None
 
 
-def _piece(message: inference_pb2.GenerateResponse) -> Piece:
-    usage = None
-    if message.HasField("usage"):
-        usage = Usage(
-            prompt_tokens=message.usage.prompt_tokens,
-            completion_tokens=message.usage.completion_tokens,
-            cached_tokens=message.usage.cached_tokens,
-        )
-    return Piece(
-        request_id=message.request_id,
-        text=message.text,
-        token_ids=tuple(message.token_ids),
-        finish_reason=message.finish_reason,
-        usage=usage,
-        choice=message.choice,
-        logprobs=_logprobs(message.logprobs),
-        prompt_logprobs=_logprobs(message.prompt_logprobs),
-    )
-
-
-def _error(error: Any) -> RequestError:
-    """The server's own code where it sent one, else the one that its gRPC status stands for."""
-    if (sent := sent_error(error)) is not None:
-        return sent
-    status = error.code().name
-    by_status = next((code for code, known in STATUS.items() if known.grpc == status), ErrorCode.INTERNAL)
-    return RequestError(by_status, error.details() or status)
+def _stream_texts(reply: Any) -> tuple[str, ...]:
+    if reply.error_message:
+        code, _, message = reply.error_message.partition(": ")
+        raise RequestError(ErrorCode(code) if code in set(ErrorCode) else ErrorCode.INTERNAL, message)
+    return infer_texts(reply.infer_response)

@@ -21,6 +21,8 @@ class ErrorCode(StrEnum):
     UNSUPPORTED_MEDIA_TYPE = "unsupported_media_type"
     BODY_TOO_LARGE = "body_too_large"
     UNAUTHENTICATED = "invalid_api_key"
+    PERMISSION_DENIED = "permission_denied"
+    RATE_LIMITED = "rate_limit_exceeded"
     NOT_YET_SUPPORTED = "not_yet_supported"
     OVERLOADED = "overloaded"
     NO_WORKERS = "no_workers"
@@ -55,6 +57,8 @@ STATUS: dict[ErrorCode, Status] = {
     ErrorCode.BODY_TOO_LARGE: Status(413, "RESOURCE_EXHAUSTED", "invalid_request_error"),
     ErrorCode.UNSUPPORTED_MEDIA_TYPE: Status(415, "INVALID_ARGUMENT", "invalid_request_error"),
     ErrorCode.UNAUTHENTICATED: Status(401, "UNAUTHENTICATED", "authentication_error"),
+    ErrorCode.PERMISSION_DENIED: Status(403, "PERMISSION_DENIED", "permission_error"),
+    ErrorCode.RATE_LIMITED: Status(429, "RESOURCE_EXHAUSTED", "rate_limit_error"),
     ErrorCode.OVERLOADED: Status(503, "RESOURCE_EXHAUSTED", "overloaded_error", retryable=True),
     ErrorCode.NO_WORKERS: Status(503, "UNAVAILABLE", "overloaded_error"),
     ErrorCode.INCOMPATIBLE_WORKERS: Status(503, "FAILED_PRECONDITION", "server_error"),

@@ -10,7 +10,7 @@ Streamed and whole answers are made of the same deltas, so their texts are equal
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -19,6 +19,7 @@ from services.protocol.errors import ErrorCode, RequestError
 from services.router.detokenize import Detokenizer
 from services.router.logprobs import Told
 from services.router.stops import StopMatcher
+from services.router.tools.parsers import CallDelta, CallParser, CallReading, Parsed
 from services.router.types import FIRST_BYTE, RouterRequest, TimelineMarks, TokenEvent, TokenFlow, TokenLogprobs
 
 OK = "ok"
@@ -31,19 +32,32 @@ class Delta:
 
     text: str
     token_ids: tuple[int, ...]
-    finish_reason: str = ""  # "" | stop | length
+    finish_reason: str = ""  # "" | stop | length | tool_calls
     choice: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of token_ids, where they were asked for
     told: tuple[Told, ...] = ()  # the same with the place in the text; end tokens are left out
+    calls: tuple[CallDelta, ...] = ()  # of functions, where the request offers some; their text is not in ``text``
+    stop: str | int | None = None  # the stop text or stop token id that ended the choice, where one of them did
 
 
 class AnswerText:
     """Turns the ids of one choice into text; pure but for its own state."""
 
     def __init__(
-        self, detokenizer: Detokenizer, stops: Sequence[str], min_tokens: int, end_ids: frozenset[int]
+        self,
+        detokenizer: Detokenizer,
+        stops: Sequence[str],
+        min_tokens: int,
+        end_ids: frozenset[int],
+        stop_ids: frozenset[int] = frozenset(),
+        calls: CallReading | None = None,
     ) -> None:
-        """``min_tokens``: text of so many first tokens is never searched for ``stops``. ``end_ids``: have no text."""
+        """``min_tokens``: text of so many first tokens is never searched for ``stops``. ``end_ids``: have no text.
+        ``stop_ids``: those of them that the request names. ``calls``: how calls of functions are found.
+        """
+        self._stop_ids = stop_ids
+        self._parser = None if calls is None else calls.parser
+        self._marks: Mapping[int, str] = {} if calls is None else calls.marks
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(stops)
         self._min_tokens = min_tokens
@@ -53,6 +67,20 @@ class AnswerText:
 
     def push(self, event: TokenEvent) -> Delta:
         """The event as text. A stop string ends the choice here; ids of the event past it are not counted."""
+        delta = self._as_text(event)
+        return delta if self._parser is None else self._with_calls(self._parser, delta)
+
+    def _with_calls(self, parser: CallParser, delta: Delta) -> Delta:
+        """The same with calls taken out of its text. The last call that may be ends the choice."""
+        found = parser.push(delta.text)
+        reason = delta.finish_reason
+        if reason or parser.is_over:
+            rest = parser.flush()
+            found = Parsed(found.text + rest.text, found.calls + rest.calls)
+            reason = "tool_calls" if parser.has_called and reason != "length" else reason
+        return replace(delta, text=found.text, calls=found.calls, finish_reason=reason)
+
+    def _as_text(self, event: TokenEvent) -> Delta:
         out: list[str] = []
         told: list[Told] = []
         for taken, token_id in enumerate(event.token_ids, 1):
@@ -60,19 +88,38 @@ class AnswerText:
             is_end = token_id in self._end_ids
             if event.logprobs and not is_end:
                 told.append(Told(token_id, self._chars, event.logprobs[taken - 1]))
-            text = "" if is_end else self._detokenizer.push(token_id)
+            text = "" if is_end else self._marks.get(token_id) or self._detokenizer.push(token_id)
             self._chars += len(text)
             out.append(self._searched(text))
             if self._matcher.matched is not None:
                 return Delta(
-                    "".join(out), event.token_ids[:taken], "stop", event.choice, event.logprobs[:taken], tuple(told)
+                    "".join(out),
+                    event.token_ids[:taken],
+                    "stop",
+                    event.choice,
+                    event.logprobs[:taken],
+                    tuple(told),
+                    stop=self._matcher.matched,
                 )
         if not event.finish_reason:
             return Delta("".join(out), event.token_ids, "", event.choice, event.logprobs, tuple(told))
         out.append(self._searched(self._detokenizer.flush()))
         out.append(self._matcher.flush())
         reason = "stop" if self._matcher.matched else event.finish_reason
-        return Delta("".join(out), event.token_ids, reason, event.choice, event.logprobs, tuple(told))
+        return Delta(
+            "".join(out),
+            event.token_ids,
+            reason,
+            event.choice,
+            event.logprobs,
+            tuple(told),
+            stop=self._matcher.matched or self._stop_token(event),
+        )
+
+    def _stop_token(self, event: TokenEvent) -> int | None:
+        """The request's own stop token that ended the choice."""
+        last = event.token_ids[-1] if event.token_ids else None
+        return last if event.finish_reason == "stop" and last in self._stop_ids else None
 
     def _searched(self, text: str) -> str:
         return text if self.completion_tokens <= self._min_tokens else self._matcher.push(text)
@@ -95,6 +142,8 @@ class Answer:
         self.request = request
         self.echoed = ""  # text of the prompt, where the answer begins with it
         self.echoed_chars: tuple[int, ...] = ()  # of each of its tokens, where their logprobs are told
+        self.with_token_ids = False  # ids are told beside the text
+        self.is_begun = False  # a stream of it has sent its first event
         self.cached_tokens = 0
         self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # from the second token on, where they were asked for
         self._flow = flow

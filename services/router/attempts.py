@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Collection
 from dataclasses import replace
 
 from services.protocol.errors import ErrorCode, RequestError
@@ -23,6 +24,7 @@ from services.router.ladder import Rung, Standing, rungs
 from services.router.plan import (
     Named,
     Plan,
+    ask,
     deadline_s,
     name_prompt,
     names_after,
@@ -61,16 +63,18 @@ class Attempts:
         self._named: Named | None = None
         self._avoid: dict[str, str] = {}  # worker id -> epoch of the process that failed
         self._told: dict[str, int] = {}  # worker id -> highest attempt it may know of
+        self._turn: int | None = None  # the next attempt's, however often its workers are chosen
         self._was_retargeted = False  # since the last Submit, after a failed transfer
 
     async def begin(self) -> None:
         """Choose workers and submit. Raises RequestError."""
+        self._deps.health.judge()
         if error := self._deps.view.no_pair():
             raise error
-        chosen = self._plan(self._avoided())
+        chosen = await self._deps.gate.enter(self._request, self._plan, self.limit(), self._timeline)
         if chosen is None:
             raise nobody()
-        if (failure := await self._submit(chosen, None)) is not None:
+        if failure := await self._submit(chosen, None):
             await self.recover(failure)
 
     async def recover(self, failure: Failure) -> None:
@@ -118,6 +122,8 @@ class Attempts:
         if failure.is_differing:
             self._deps.metrics.duplicates_differing.inc()
         self._timeline.note("failed", attempt=x.attempt, code=str(failure.error.code), message=failure.error.message)
+        is_pairs = failure.error.code is ErrorCode.TRANSFER_FAILED
+        self._deps.health.failed(failure.error.code, {x.prefill_id, x.decode_id} if is_pairs else failure.culprits)
         standing = self._standing(failure)
         if standing.is_kv_failure and standing.was_retargeted:
             self._avoid.clear()  # it was not the readers
@@ -139,11 +145,10 @@ class Attempts:
         raise with_retry_after(failure.error)
 
     def _standing(self, failure: Failure) -> Standing:
-        is_late = self._deps.clock() >= self.limit()[0]
         return Standing(
             code=failure.error.code,
             is_retryable=failure.retryable,
-            attempts_left=0 if is_late else self._attempts_left(),
+            attempts_left=self._attempts_left() if self._deps.clock() < self.limit()[0] else 0,
             policy=self._deps.config.transfer.on_kv_failure,
             can_retarget=failure.can_retarget,
             was_retargeted=self._was_retargeted,
@@ -166,14 +171,15 @@ class Attempts:
             found = self._plan(())  # nobody else is there: once more the same ones
         return found
 
-    def _plan(self, avoid: tuple[str, ...]) -> Plan | None:
+    def _plan(self, avoid: Collection[str]) -> Plan | None:
         """None: no pair and no mixed worker is there, or none that was not avoided. Raises RequestError NEVER_FITS at
         the first attempt; later ones may be larger than what a prefill worker holds, which is the failure's to tell."""
         deps = self._deps
         if deps.view.no_pair() is not None:
             return None
         try:
-            return plan(self._name(), deps.view, deps.fabric, (deps.config.router.policy, deps.next_turn()), avoid)
+            self._turn = deps.next_turn() if self._turn is None else self._turn
+            return plan(self._name(), deps.view, deps.fabric, ask(deps.config.router.policy, self._turn), avoid)
         except RequestError:
             if self._exchange.attempt:
                 return None
@@ -195,6 +201,7 @@ class Attempts:
         deps, x, named = self._deps, self._exchange, self._name()
         pair = (chosen.prefill_id, chosen.decode_id)
         x.begin(x.attempt + 1, *pair)
+        self._turn = None
         self._was_retargeted = False
         self._told |= dict.fromkeys((w for w in pair if w), x.attempt)
         kind = "submit" if rung in (None, Rung.RETRY) else str(rung)
@@ -202,10 +209,13 @@ class Attempts:
         if rung is not None:
             self._count(rung)
         deps.view.bookings.book(self._request.request_id, chosen.booking)
+        deps.gate.sent(self._request, chosen.booking, chosen.decision.choice.terms)
+        deps.health.sent(*pair)
         deps.view.routed({w for w in pair if w}, named.names)
         deps.metrics.predicted_s.observe(chosen.decision.choice.terms.cost_ms / 1000)
         try:
             await self._send(chosen, named, rung is Rung.COMPUTE_HERE)
+            deps.gate.accepted(self._request.request_id)
         except RequestError as error:
             if error.code is ErrorCode.WORKER_LOST:  # it may have arrived; any other answer is a plain refusal
                 self.abort_all("the answer to Submit is lost")
@@ -250,7 +260,9 @@ class Attempts:
         deps.metrics.retargets.inc()
         self._timeline.begin_attempt(attempt, "retarget", (x.prefill_id, booking.decode_id), {})
         self._count(Rung.RETARGET)
-        deps.view.bookings.book(self._request.request_id, replace(booking, prefill_id=x.prefill_id))
+        booking = replace(booking, prefill_id=x.prefill_id)
+        deps.view.bookings.book(self._request.request_id, booking)
+        deps.gate.sent(self._request, booking)
         request = worker_pb2.RetargetRequest(
             request_id=self._request.request_id,
             attempt=attempt,

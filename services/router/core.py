@@ -10,13 +10,15 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from kvstore.index.base import BlockIndex
 from services.config import ServeConfig
 from services.protocol.errors import ErrorCode, RequestError
 from services.protocol.model_card import ModelCard
-from services.router.breakdown import ttft_parts
+from services.router.admission.gate import Gate
+from services.router.admission.slo import misses
 from services.router.cluster import cluster_dict
 from services.router.deps import Deps
 from services.router.discovery import Discovery, RedisSource, Source
@@ -24,8 +26,10 @@ from services.router.fabric import FabricMeter
 from services.router.feed import Feed
 from services.router.fleet import Fleet, FleetSettings
 from services.router.flow import Flow
+from services.router.health import Health
 from services.router.links import GRACE_S, RouterIdentity
 from services.router.member import WorkerState
+from services.router.record import Recorder
 from services.router.switchboard import Switchboard
 from services.router.text import context_tokens
 from services.router.timeline import Timeline, Timelines
@@ -69,11 +73,18 @@ class RouterCore:
         fabric = FabricMeter(clock, pulls=config.router.pull == "auto")
         self._switchboard = Switchboard(self._fleet.calls, self.timelines, fabric, self.metrics)
         self._fleet.deliveries = self._switchboard
+        self._health = Health(
+            config.health, self.view, clock, on_open=lambda worker: self.metrics.circuits_opened.labels(worker).inc()
+        )
+        self.recorder = Recorder(clock)
         self._turns = 0
         deps = Deps(
             config=config,
             identity=self.identity,
             view=self.view,
+            gate=Gate(config, self.view, self.metrics, clock),
+            health=self._health,
+            recorder=self.recorder,
             calls=self._fleet.calls,
             switchboard=self._switchboard,
             fabric=fabric,
@@ -85,13 +96,24 @@ class RouterCore:
         self.flow = Flow(
             deps, self.timelines, self.max_model_len, card.eos_token_ids, draw_seed=lambda: secrets.randbits(63)
         )
-        self._feed = None if index is None else Feed(index, self.view, self.metrics, clock)
+        redis = config.redis
+        self._feed = (
+            None
+            if index is None
+            else Feed(index, self.view, self.metrics, clock, kind=redis.kind, max_blocks=redis.max_blocks)
+        )
         own = [] if index is None else [RedisSource(index, config.secret, self.metrics)]
         self._discovery = Discovery(config.workers, [*own, *sources], self._fleet.set_addresses)
         self._sweeper: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Begin to look for workers; returns at once. `ready` says when there is a pair."""
+        """Begin to look for workers; returns at once. `ready` says when there is a pair.
+
+        Raises:
+            ConfigError: router.record_trace cannot be written.
+        """
+        if self.config.router.record_trace:
+            self.recorder.open(Path(self.config.router.record_trace))
         if self._feed is not None:
             self._feed.start()
         self._discovery.start()
@@ -113,10 +135,12 @@ class RouterCore:
             await self._feed.stop()
         await self._switchboard.stop()
         await self._fleet.stop()
+        await asyncio.to_thread(self.recorder.close)
 
     # --- what the fronts show ---
 
     def ready(self) -> tuple[bool, str]:
+        self._health.judge()
         return self.view.readiness()
 
     def cluster(self) -> dict[str, Any]:
@@ -168,6 +192,7 @@ class RouterCore:
         while True:
             await asyncio.sleep(SWEEP_S)
             self._fleet.sweep()
+            self._health.judge()
 
     def _next_turn(self) -> int:
         self._turns += 1
@@ -182,7 +207,9 @@ class RouterCore:
         """A request ended: everything that metrics say of it."""
         m = self.metrics
         m.requests.labels(timeline.outcome).inc()
-        ttft_ms, e2e_ms = timeline.ttft_ms, timeline.e2e_ms
+        self._judge_targets(timeline)
+        times = timeline.times
+        ttft_ms, e2e_ms = times.ttft_ms, times.e2e_ms
         if timeline.outcome != "ok" or ttft_ms is None or e2e_ms is None:
             return
         m.prompt_tokens.inc(timeline.prompt_tokens)
@@ -190,7 +217,19 @@ class RouterCore:
         m.output_tokens.inc(timeline.output_tokens)
         m.ttft_s.observe(ttft_ms / 1000)
         m.e2e_s.observe(e2e_ms / 1000)
-        parts = ttft_parts(timeline.points(), timeline.first_stages)
+        parts = times.first_parts_us
         m.queue_s.observe((parts["router_queue"] + parts["p_queue"]) / 1e6)
-        if timeline.longest_choice_tokens >= 2:
-            m.tpot_s.observe(max(0.0, e2e_ms - ttft_ms) / 1000 / (timeline.longest_choice_tokens - 1))
+        if times.tpot_ms is not None:
+            m.tpot_s.observe(times.tpot_ms / 1000)
+        if (error := timeline.prediction_error) is not None:
+            m.ttft_error.observe(error)
+
+    def _judge_targets(self, timeline: Timeline) -> None:
+        """Of a request with targets; one that was refused for them, or that its client ended, is in neither count."""
+        if not timeline.slo or timeline.outcome in ("cancelled", str(ErrorCode.OVERLOADED)):
+            return
+        missed = misses(timeline.slo, timeline.outcome, timeline.times)
+        for which, phase in missed.items():
+            self.metrics.slo_misses.labels(which, phase).inc()
+        if not missed:
+            self.metrics.goodput.inc()

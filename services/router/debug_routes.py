@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
+
 from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from services.protocol.errors import ErrorCode, RequestError
+from services.protocol.errors import ErrorCode, RequestError, invalid
 from services.router.page import Page
 from services.router.types import Core
 
-ID_PREFIXES = ("chatcmpl-", "cmpl-")
+MAX_TRACE_S = 86_400
+ID_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
 """What answers put before a request's id."""
 
 
@@ -57,9 +62,27 @@ def _add_insight(app: FastAPI, core: Core) -> None:
             )
         return JSONResponse(found)
 
+    @app.get("/debug/trace", summary="Requests as they end, as lines of a trace without text", tags=["Insight"])
+    async def trace(seconds: str = "") -> Response:
+        limit_s = float(seconds) if seconds.replace(".", "", 1).isdecimal() else 0.0
+        if not 0 < limit_s <= MAX_TRACE_S:
+            raise invalid(
+                f"seconds must be a number above 0 and at most {MAX_TRACE_S}, got {seconds[:40]!r}", "seconds"
+            )
+        lines = _until(core.recorder.listen(), limit_s)
+        return StreamingResponse(lines, media_type="application/x-ndjson")
+
     @app.get("/debug/steps", summary="The last engine steps of one worker, or of all", tags=["Insight"])
     async def steps(worker: str | None = None) -> JSONResponse:
         return JSONResponse(await core.steps(worker))
+
+
+async def _until(lines: AsyncGenerator[bytes, None], limit_s: float) -> AsyncGenerator[bytes, None]:
+    """What comes in so many seconds."""
+    with suppress(TimeoutError):
+        async with aclosing(lines), asyncio.timeout(limit_s):
+            async for line in lines:
+                yield line
 
 
 def _add_pages(app: FastAPI) -> None:

@@ -11,22 +11,21 @@ import asyncio
 import ipaddress
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 import grpc
 import ray.util
-from grpc_health.v1 import health_pb2
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from services.config import ServeConfig
-from services.protocol.proto import inference_pb2
+from services.router.grpc_proxied import ProxiedRpcs
 from services.router.main import Router, start_router
 from services.router.serve import PortInUse
 from services.start.model import prepare_model
@@ -48,7 +47,7 @@ _Send = Callable[[Mapping[str, Any]], Awaitable[None]]
 _Receive = Callable[[], Awaitable[Mapping[str, Any]]]
 
 
-class RouterReplica:
+class RouterReplica(ProxiedRpcs):
     """One router. ``workers`` are the handles of the worker deployments, asked for addresses only."""
 
     _router: Router | None = None  # also while `__init__` runs, and where it failed
@@ -74,6 +73,13 @@ class RouterReplica:
         """The own HTTP and gRPC port."""
         return self._fronts.http_port, self._fronts.grpc_port
 
+    async def readiness(self) -> tuple[str, list[dict[str, str]]]:
+        """Why no request could be served now, empty where one could, and the pairs as at /v1/cluster."""
+        if self._router is None:
+            return "the router has stopped", []
+        is_ready, reason = self._router.core.ready()
+        return ("" if is_ready else reason), self._router.core.cluster()["pairs"]
+
     async def hasten(self, limit_s: float) -> None:
         """The whole application stops: drain no longer than this when the destructor comes."""
         self._drain_s = min(self._drain_s, limit_s)
@@ -90,29 +96,7 @@ class RouterReplica:
         if router is not None:
             await router.stop(self._drain_s)
 
-    # --- what Serve's gRPC proxy calls, by the last part of the method's name ---
-
-    async def Generate(
-        self, request: inference_pb2.GenerateRequest, grpc_context: Any
-    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        self._refuse_strangers(grpc_context)
-        async with aclosing(self._fronts.inference.Generate(request, grpc_context)) as messages:
-            async for message in messages:
-                yield message
-
-    async def Check(self, request: health_pb2.HealthCheckRequest, grpc_context: Any) -> health_pb2.HealthCheckResponse:
-        self._refuse_strangers(grpc_context)
-        return await self._fronts.health.Check(request, grpc_context)
-
-    async def Watch(
-        self, request: health_pb2.HealthCheckRequest, grpc_context: Any
-    ) -> AsyncGenerator[health_pb2.HealthCheckResponse, None]:
-        self._refuse_strangers(grpc_context)
-        async with aclosing(self._fronts.health.Watch(request, grpc_context)) as messages:
-            async for message in messages:
-                yield message
-
-    def _refuse_strangers(self, grpc_context: Any) -> None:
+    def refuse_strangers(self, grpc_context: Any) -> None:
         """Serve's gRPC proxy always listens on all interfaces; a router on loopback answers no other callers."""
         if self._is_local and not is_loopback(grpc_context.peer()):
             grpc_context.set_code(grpc.StatusCode.PERMISSION_DENIED)

@@ -6,9 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from services.config import ServeConfig
+from services.router.admission.gate import Gate
 from services.router.calls import WorkerCalls
 from services.router.fabric import FabricMeter
+from services.router.health import Health
 from services.router.links import RouterIdentity
+from services.router.record import Recorder
 from services.router.switchboard import Switchboard
 from services.router.view import View
 from services.telemetry.metrics import RouterMetrics
@@ -21,6 +24,9 @@ class Deps:
     config: ServeConfig
     identity: RouterIdentity
     view: View
+    gate: Gate
+    health: Health
+    recorder: Recorder
     calls: Callable[[str], WorkerCalls | None]
     switchboard: Switchboard
     fabric: FabricMeter

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.protocol.errors import ErrorCode, RequestError
+from services.router.admission.explain import HEADER, decision_header, is_asked
+from services.router.admission.slo import slo_headers
 from services.router.front import Arrival, label_of
 from services.router.live import Live
 from services.router.problem import error_response
@@ -18,17 +22,22 @@ _log = logging.getLogger("pdray.router")
 
 
 class Edge:
-    """ASGI middleware. X-Request-Id: the client's, sanitised, or our own; on every answer, errors too."""
+    """ASGI middleware. X-Request-Id: the client's, sanitised, or our own; on every answer, errors too.
 
-    def __init__(self, app: ASGIApp, live: Live) -> None:
+    With X-PDRay-Explain: 1 the answer says in X-PDRay-Decision why the request went where it went.
+    """
+
+    def __init__(self, app: ASGIApp, live: Live, shown: Callable[[str], dict[str, Any] | None]) -> None:
+        """``shown``: what /debug/requests/{id} shows of a request."""
         self._app = app
         self._live = live
+        self._shown = shown
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        arrival = Arrival(label=_label(scope))
+        arrival = Arrival(label=_label(scope), slo=slo_headers(scope["headers"]))
         scope[ARRIVAL] = arrival
         request_id = (arrival.label or arrival.request_id).encode()
         is_started = False
@@ -38,6 +47,8 @@ class Edge:
             if message["type"] == "http.response.start":
                 is_started = True
                 own = [(b"x-request-id", request_id), (b"x-content-type-options", b"nosniff")]
+                if is_asked(scope["headers"]):
+                    own.append((HEADER, decision_header(self._shown(arrival.request_id))))
                 message = {**message, "headers": [*message.get("headers", []), *own]}
             await send(message)
 
@@ -49,7 +60,7 @@ class Edge:
             if is_started:
                 raise
             error = RequestError(ErrorCode.INTERNAL, "the router failed to answer; see its log")
-            await error_response(error)(scope, receive, send_with_id)
+            await error_response(error, scope["path"])(scope, receive, send_with_id)
 
 
 def _label(scope: Scope) -> str:

@@ -110,10 +110,17 @@ class Fields:
         Raises:
             RequestError: NOT_YET_SUPPORTED, naming the field.
         """
+        if not self._is_neutral(key, neutral):
+            raise not_yet(what, self.name(key))
+
+    def never(self, key: str, neutral: Iterable[Any], why: str) -> None:
+        """The same for what will not come. Raises RequestError INVALID_REQUEST with the reason."""
+        if not self._is_neutral(key, neutral):
+            raise invalid(f"{self.name(key)} cannot be given: {why}", self.name(key))
+
+    def _is_neutral(self, key: str, neutral: Iterable[Any]) -> bool:
         value = self.raw(key)
-        if value is None or any(type(value) is type(n) and value == n for n in neutral):
-            return
-        raise not_yet(what, self.name(key))
+        return value is None or any(type(value) is type(n) and value == n for n in neutral)
 
 
 def whole(value: Any) -> int | None:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Collection
 
 from services.protocol.errors import ErrorCode, RequestError
+from services.router.access.tenancy import block_salt
 from services.router.deps import Deps
 from services.router.plan import check, sampling_proto
 from services.router.run import Run
@@ -48,6 +49,7 @@ class Flow:
     def refuse_new(self) -> None:
         """The router stops: what runs goes on, what is new gets 503."""
         self._closing = True
+        self._deps.recorder.end_listening()
 
     async def idle(self, limit_s: float) -> bool:
         """Wait until nothing runs; False where ``limit_s`` was not enough."""
@@ -69,7 +71,7 @@ class Flow:
         self._admit(request)
         is_front_s = self._timelines.live(request.request_id) is not None
         timeline = self._timelines.open(request.request_id, request.label, request.received_s)
-        timeline.prompt_tokens = len(request.prompt_ids)
+        timeline.prompt_tokens, timeline.slo = len(request.prompt_ids), request.slo
         self._count(1)
         run: Run | None = None
         outcome = "cancelled"
@@ -94,6 +96,7 @@ class Flow:
             self._count(-1)
             if run is not None:
                 del self._runs[request.request_id]
+                self._record(request, timeline.output_tokens)
                 run.close(outcome)
             if not is_front_s:
                 timeline.close(outcome)
@@ -114,6 +117,12 @@ class Flow:
                 retry_after_s=RETRY_AFTER_S,
             )
         _log.debug("request %s: %d prompt tokens", request.request_id, len(request.prompt_ids))
+
+    def _record(self, request: RouterRequest, output_tokens: int) -> None:
+        """A request that was let in or refused for its times is part of the traffic; one that was wrong is not."""
+        if self._deps.recorder.is_active:
+            salt = block_salt(request.tenant, request.salt)
+            self._deps.recorder.note(request.received_s, request.prompt_ids, salt, output_tokens)
 
     def _count(self, change: int) -> None:
         self._active += change

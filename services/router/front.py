@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from services.protocol.errors import RequestError, invalid
+from services.protocol.errors import ErrorCode, RequestError, invalid
+from services.router.access.caller import ANONYMOUS, Caller
+from services.router.access.caps import check_limits
+from services.router.access.guard import Guard
+from services.router.admission.slo import read_slo
 from services.router.answers import Answer, AnswerText
+from services.router.fields import shown
+from services.router.running import Running
 from services.router.structured import with_field
 from services.router.text import Text, context_tokens
 from services.router.types import ACCEPT, TOKENIZED, Core, RouterRequest, TimelineMarks, new_request_id
@@ -30,20 +38,40 @@ class Arrival:
     request_id: str = field(default_factory=new_request_id)
     label: str = ""
     budget_s: float | None = None  # the client's own deadline
+    slo: Mapping[str, str] = field(default_factory=dict)  # targets among its headers, as they came
+    caller: Caller = ANONYMOUS
 
 
 class Front:
     """One for all fronts of a router. Owns the text lanes: `close` it last."""
 
     def __init__(self, core: Core) -> None:
-        """Raises ConfigError where the prepared model's tokenizer or template is unusable."""
+        """Raises ConfigError where the prepared model's tokenizer or template, or the file of API keys, is unusable."""
         self.core = core
+        self.guard = Guard(core.config.access)
+        self.running = Running()
         self.model = core.config.model.served_name or core.card.name
         context = context_tokens(core.card, core.config.model.max_model_len)
-        self.text = Text(core.card, context=context, max_pending=core.config.router.max_queue)
+        self.text = Text(
+            core.card,
+            context=context,
+            max_pending=core.config.router.max_queue,
+            tool_parser=core.config.model.tool_parser,
+            limit_s=core.config.limits.text_s,
+        )
 
     def close(self) -> None:
         self.text.close()
+
+    def check_limits(self, body: Mapping[str, Any]) -> None:
+        """Refuse a request that holds more than config.limits allow; before anything else looks at its fields."""
+        check_limits(body, self.core.config.limits)
+
+    def check_model(self, name: str) -> None:
+        """Refuse another model's name; none means the only one. Raises RequestError MODEL_NOT_FOUND."""
+        if name and name != self.model:
+            message = f"The model {shown(name)} does not exist here; this server has {self.model!r}"
+            raise RequestError(ErrorCode.MODEL_NOT_FOUND, message, param="model")
 
     def open(self, arrival: Arrival) -> TimelineMarks:
         """The request's timeline. The caller closes it, or hands it to `answers`, whose answers close it."""
@@ -67,21 +95,25 @@ class Front:
         requests = await self._requests(ask, arrival)
         echoed = [await self.text.decode(r.prompt_ids) if ask.echo else "" for r in requests]
         timeline.mark(TOKENIZED)
+        arrival.caller.take_prompt(sum(len(request.prompt_ids) for request in requests), time.monotonic())
+        flow = self.running.flow(self.core.flow, arrival.caller)
         answers = []
         for index, request in enumerate(requests):
             marks = timeline if index == 0 else self._open_another(request)
             texts = [self._answer_text(ask) for _ in range(ask.n)]
-            answer = Answer(index, self.core.flow, request, texts, marks)
+            answer = Answer(index, flow, request, texts, marks)
             answer.echoed = echoed[index]
+            answer.with_token_ids = ask.extras.return_token_ids
             if ask.shaping.echo_logprobs is not None:
                 answer.echoed_chars = await self.text.lengths(request.prompt_ids)
             answers.append(answer)
         return answers
 
     async def _requests(self, ask: Ask, arrival: Arrival) -> list[RouterRequest]:
-        prompts = [await self._encode(prompt, i, len(ask.prompts)) for i, prompt in enumerate(ask.prompts)]
+        prompts = [await self._encode(prompt, i, ask) for i, prompt in enumerate(ask.prompts)]
         if ask.messages:
-            prompts = [await self.text.encode_chat(ask.messages)]
+            prompts = [await self.text.encode_chat(ask.messages, ask.chat_options)]
+        slo = read_slo(arrival.slo, ask.slo, self.core.config.slo)
         return [
             RouterRequest(
                 request_id=arrival.request_id if index == 0 else new_request_id(),
@@ -89,17 +121,20 @@ class Front:
                 n=ask.n,
                 sampling=ask.sampling(len(prompt_ids), self.text.context, self.core.capacity_tokens()),
                 salt=ask.salt,
+                tenant=arrival.caller.tenant,
                 label=arrival.label,
                 priority=ask.priority,
+                slo=slo,
                 received_s=arrival.received_s,
                 budget_s=arrival.budget_s,
             )
             for index, prompt_ids in enumerate(prompts)
         ]
 
-    async def _encode(self, prompt: str | tuple[int, ...], index: int, count: int) -> tuple[int, ...]:
+    async def _encode(self, prompt: str | tuple[int, ...], index: int, ask: Ask) -> tuple[int, ...]:
         if isinstance(prompt, str):
-            return await self.text.encode_prompt(prompt, "prompt" if count == 1 else f"prompt[{index}]")
+            where = "prompt" if len(ask.prompts) == 1 else f"prompt[{index}]"
+            return await self.text.encode_prompt(prompt, where, bare=ask.extras.is_bare)
         return prompt
 
     def _open_another(self, request: RouterRequest) -> TimelineMarks:
@@ -110,7 +145,9 @@ class Front:
 
     def _answer_text(self, ask: Ask) -> AnswerText:
         end_ids = frozenset(ask.stop_token_ids) | frozenset(() if ask.ignore_eos else self.core.card.eos_token_ids)
-        return AnswerText(self.text.detokenizer(), ask.stops, ask.min_tokens, end_ids)
+        calls = self.text.call_reading(ask.tools) if ask.tools.offered else None
+        stop_ids = frozenset(ask.stop_token_ids)
+        return AnswerText(self.text.detokenizer(), ask.stops, ask.min_tokens, end_ids, stop_ids, calls)
 
 
 def outcome_of(error: BaseException) -> str:

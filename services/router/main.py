@@ -88,7 +88,7 @@ def make_index(redis: RedisConfig) -> BlockIndex | None:
     from kvstore.index.redis import RedisIndex
 
     try:
-        return RedisIndex(redis.url, redis.namespace, redis.ttl_s)
+        return RedisIndex(redis.address, redis.namespace, redis.ttl_s)
     except ValueError as exc:
         raise ConfigError(f"redis.url is not usable: {exc}") from None
 

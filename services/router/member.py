@@ -1,8 +1,8 @@
 """One worker as the router sees it: its registration, its latest load, the blocks it holds, and its state.
 
-    connecting ─► ready ◄─► draining | stalled | refused          lost ◄─ from any of them
+    connecting ─► ready ◄─► draining | stalled | tripped | refused          lost ◄─ from any of them
 
-`state` is derived: what the link says comes first, then refusal, drain and stall.
+`state` is derived: what the link says comes first, then refusal, drain, circuit and stall.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class WorkerState(StrEnum):
     CONNECTING = "connecting"  # not attached, or in the grace of a broken stream
     DRAINING = "draining"
     STALLED = "stalled"
+    TRIPPED = "tripped"  # its circuit is open: see services.router.health
     LOST = "lost"
     REFUSED = "refused"
 
@@ -69,6 +70,7 @@ class WorkerEntry:
     link_state: WorkerState = WorkerState.CONNECTING  # connecting, lost, or ready for what an attached link leaves open
     link_reason: str = ""
     refusal: str = ""
+    tripped: str = ""  # why its circuit lets nothing through
     kind: Kind | None = None
 
     def __post_init__(self) -> None:
@@ -99,6 +101,8 @@ class WorkerEntry:
             return WorkerState.REFUSED
         if self.registration.draining:
             return WorkerState.DRAINING
+        if self.tripped:
+            return WorkerState.TRIPPED
         return WorkerState.STALLED if self.progress.is_stalled else WorkerState.READY
 
     @property
@@ -110,6 +114,7 @@ class WorkerEntry:
             WorkerState.LOST: self.link_reason,
             WorkerState.REFUSED: self.refusal,
             WorkerState.DRAINING: "the worker is stopping",
+            WorkerState.TRIPPED: self.tripped,
             WorkerState.STALLED: f"work without progress since step {self.load.step}",
         }[self.state]
 

@@ -8,11 +8,9 @@ leaves frees its request. There is no CORS, and no page loads anything from anot
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -22,22 +20,21 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from services.protocol.errors import ErrorCode, RequestError, invalid
+from services.router.access.http import AccessMiddleware
 from services.router.answers import Answer, Delta, merged
-from services.router.body import read_json_object
+from services.router.api.routes import add_api_routes
+from services.router.begin import CLIENT_CLOSED_REQUEST, begin, silence_of, whole_answer
 from services.router.debug_routes import add_debug_routes
-from services.router.edge import ARRIVAL, Edge
-from services.router.front import Arrival, Front, outcome_of
-from services.router.live import ClientGone, Live
+from services.router.edge import Edge
+from services.router.front import Front
+from services.router.live import Live
 from services.router.logprobs import Told
-from services.router.openai_models import ChatShapes, CompletionShapes, Finished, Shapes, model_json, usage_of
+from services.router.openai_models import ChatShapes, CompletionShapes, Finished, Piece, Shapes, model_json, usage_of
 from services.router.openapi import CHAT, COMPLETION
 from services.router.problem import error_response
 from services.router.sse import EventStream, event
 from services.router.types import Core
 from services.router.validate import Ask, chat_ask, completion_ask
-
-IGNORED_HEADER = "x-pdray-ignored"
-CLIENT_CLOSED_REQUEST = 499  # for the log; nobody reads it
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +64,11 @@ def build_http_app(core: Core, front: Front | None = None) -> FastAPI:
     )
     app.state.front = front or Front(core)
     app.state.live = Live()
-    app.add_middleware(Edge, live=app.state.live)
+    app.add_middleware(AccessMiddleware, guard=app.state.front.guard)
+    app.add_middleware(Edge, live=app.state.live, shown=core.request_debug)
     _add_error_handlers(app)
     _add_generation(app, app.state.front, app.state.live)
+    add_api_routes(app, app.state.front, app.state.live)
     _add_models(app, app.state.front)
     add_debug_routes(app, core)
     return app
@@ -105,24 +104,16 @@ def _add_models(app: FastAPI, front: Front) -> None:
 
 
 async def _generate(front: Front, live: Live, request: Request, endpoint: Endpoint) -> Response:
-    arrival: Arrival = request.scope[ARRIVAL]
-    timeline = front.open(arrival)
-    try:
-        body = await read_json_object(request, front.core.config.router.max_body_bytes)
-        ask = endpoint.check(body, front.model, front.text.vocab_size)
-        answers = await front.answers(ask, arrival, timeline)
-    except (RequestError, ClientDisconnect, asyncio.CancelledError) as exc:
-        timeline.close(outcome_of(exc))
-        raise
+    begun = await begin(front, request, endpoint.check, lambda ask: ask)
+    ask = begun.asked
     fingerprint = f"pdray-{front.core.card.model_fingerprint[:16]}"
     shapes = endpoint.shapes(
-        arrival.request_id, front.model, fingerprint, names=front.text.names, usage_null=ask.include_usage
+        begun.request_id, front.model, fingerprint, names=front.text.names, usage_null=ask.include_usage
     )
-    headers = {IGNORED_HEADER: _header_list(ask.ignored)} if ask.ignored else {}
     if ask.stream:
-        events = _events(answers, shapes, with_usage=ask.include_usage)
-        return EventStream(events, live, headers, partial(_end, answers))
-    return await _whole(answers, shapes, live, request, headers)
+        events = _events(begun.answers, shapes, with_usage=ask.include_usage)
+        return EventStream(events, live, begun.headers, begun.end, silence_of(front))
+    return await whole_answer(_collect(begun.answers, shapes), begun, live, request)
 
 
 async def _events(answers: Sequence[Answer], shapes: Shapes, *, with_usage: bool) -> AsyncGenerator[bytes, None]:
@@ -143,31 +134,22 @@ async def _events(answers: Sequence[Answer], shapes: Shapes, *, with_usage: bool
 def _pieces(shapes: Shapes, index: int, answer: Answer, delta: Delta, *, is_first: bool) -> list[bytes]:
     opening = shapes.first(index) if is_first else None
     pieces = [] if opening is None else [opening]
-    text = answer.echoed + delta.text if is_first else delta.text
-    told = answer.told_prompt() + delta.told if is_first else delta.told
-    if told:
-        pieces.append(shapes.told(index, text, told, len(answer.echoed)))
-    elif text:
-        pieces.append(shapes.text(index, text))
+    with_ids = answer.with_token_ids
+    piece = Piece(
+        text=answer.echoed + delta.text if is_first else delta.text,
+        told=answer.told_prompt() + delta.told if is_first else delta.told,
+        start=len(answer.echoed),
+        calls=delta.calls,
+        token_ids=delta.token_ids if with_ids else None,
+        prompt_ids=answer.request.prompt_ids if with_ids and is_first else None,
+    )
+    if not piece.is_text_only:
+        pieces.append(shapes.piece(index, piece))
+    elif piece.text:
+        pieces.append(shapes.text(index, piece.text))
     if delta.finish_reason:
         pieces.append(shapes.end(index, delta.finish_reason))
     return pieces
-
-
-async def _whole(
-    answers: Sequence[Answer], shapes: Shapes, live: Live, request: Request, headers: Mapping[str, str]
-) -> Response:
-    error: RequestError | None = None
-    try:
-        body = await live.run(_collect(answers, shapes), request.receive)
-    except ClientGone:
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
-    except RequestError as exc:
-        error = exc
-        raise
-    finally:
-        _end(answers, error)
-    return Response(body, media_type="application/json", headers=dict(headers))
 
 
 async def _collect(answers: Sequence[Answer], shapes: Shapes) -> bytes:
@@ -181,6 +163,10 @@ async def _collect(answers: Sequence[Answer], shapes: Shapes) -> bytes:
             if choice.told is not None:
                 choice.told += delta.told if len(texts[index]) > 1 else (*answer.told_prompt(), *delta.told)
             texts[index].append(delta.text)
+            for call in delta.calls:
+                choice.add_call(call)
+            if choice.token_ids is not None:
+                choice.token_ids += delta.token_ids
             choice.reason = delta.finish_reason or choice.reason
             if answer.request.sampling.shaping.prompt_logprobs is not None:
                 choice.prompt_logprobs = answer.prompt_logprobs
@@ -191,26 +177,19 @@ async def _collect(answers: Sequence[Answer], shapes: Shapes) -> bytes:
 
 def _begun(answer: Answer) -> Finished:
     told: list[Told] | None = None if answer.request.sampling.shaping.logprobs is None else []
-    return Finished(text=answer.echoed, told=told, start=len(answer.echoed))
-
-
-def _end(answers: Sequence[Answer], error: RequestError | None) -> None:
-    for answer in answers:
-        if error is not None:
-            answer.fail(str(error.code))
-        answer.close()
-
-
-def _header_list(names: Sequence[str]) -> str:
-    """Names of unknown fields as a header's value: printable ASCII, at most some of them."""
-    shown = [name[:64].encode("ascii", "replace").decode() for name in names[:20]]
-    return ", ".join("".join(c if c.isprintable() else "?" for c in name) for name in shown)
+    return Finished(
+        text=answer.echoed,
+        told=told,
+        start=len(answer.echoed),
+        token_ids=[] if answer.with_token_ids else None,
+        prompt_ids=answer.request.prompt_ids,
+    )
 
 
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(RequestError)
-    async def refused(_request: Request, exc: RequestError) -> Response:
-        return error_response(exc)
+    async def refused(request: Request, exc: RequestError) -> Response:
+        return error_response(exc, request.url.path)
 
     @app.exception_handler(ClientDisconnect)
     async def gone(_request: Request, _exc: ClientDisconnect) -> Response:
@@ -229,6 +208,6 @@ def _add_error_handlers(app: FastAPI) -> None:
             error = RequestError(ErrorCode.NOT_FOUND, f"There is no {where}; see /docs")
         else:
             error = invalid(str(exc.detail))
-        response = error_response(error)
+        response = error_response(error, request.url.path)
         response.headers.update(exc.headers or {})
         return response

@@ -97,10 +97,40 @@ _ERROR = {
 }
 
 
-def _operation(field: str, schema: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    body = {"type": "object", "properties": {field: schema, **_COMMON, **more}, "required": [field]}
+_TEXT = {"type": "string"}
+_OBJECT = {"type": "object"}
+_FUNCTION = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "pattern": "^[A-Za-z0-9_.:-]{1,64}$"},
+                "description": _TEXT,
+                "parameters": _OBJECT,
+                "strict": {"type": ["boolean", "null"]},
+            },
+            "required": ["name"],
+        },
+    },
+    "required": ["type", "function"],
+}
+_TOOLS: dict[str, Any] = {
+    "tools": {"type": ["array", "null"], "items": _FUNCTION, "description": "Functions the model may call."},
+    "tool_choice": {
+        "anyOf": [{"enum": ["none", "auto", "required"]}, _OBJECT, {"type": "null"}],
+        "description": "required, or the name of one, is forced by a grammar.",
+    },
+    "parallel_tool_calls": _nullable("boolean", "false: at most one call.", default=True),
+}
+_RETURN_IDS = _nullable("boolean", "Tell token ids beside the text, as vLLM does.")
+
+
+def _operation(body: dict[str, Any]) -> dict[str, Any]:
     error = {"content": {"application/json": {"schema": _ERROR}}}
-    refusals = {"400": "invalid request", "404": "unknown model", "413": "body too large", "415": "not JSON"}
+    refusals = {"400": "invalid request", "401": "no valid API key", "403": "the key does not allow it"}
+    refusals |= {"404": "unknown model", "413": "body too large", "415": "not JSON", "429": "over a limit"}
     failures = {"503": "overloaded, or no workers", "504": "out of time"}
     return {
         "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
@@ -108,21 +138,114 @@ def _operation(field: str, schema: dict[str, Any], more: dict[str, Any]) -> dict
     }
 
 
+def _body(required: list[str], properties: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": required}
+
+
 CHAT = _operation(
-    "messages",
-    _MESSAGES,
-    {
-        "logprobs": _nullable("boolean", "Tell how likely each token was."),
-        "top_logprobs": _nullable("integer", "And so many of the likeliest ones.", minimum=0, maximum=20),
-    },
+    _body(
+        ["messages"],
+        {
+            "messages": _MESSAGES,
+            **_COMMON,
+            **_TOOLS,
+            "logprobs": _nullable("boolean", "Tell how likely each token was."),
+            "top_logprobs": _nullable("integer", "And so many of the likeliest ones.", minimum=0, maximum=20),
+            "return_token_ids": _RETURN_IDS,
+            "add_generation_prompt": _nullable("boolean", "false: the prompt ends with the last message."),
+            "reasoning_effort": _nullable("string", "For templates that read it."),
+            "chat_template_kwargs": _nullable("object", "enable_thinking, thinking, reasoning_effort, verbosity."),
+        },
+    )
 )
 COMPLETION = _operation(
-    "prompt",
-    _PROMPT,
-    {
-        "echo": _nullable("boolean", "The answer begins with the prompt; max_tokens may be 0 then."),
-        "logprobs": _nullable(
-            "integer", "Tell how likely each token and the likeliest ones were.", minimum=0, maximum=20
-        ),
-    },
+    _body(
+        ["prompt"],
+        {
+            "prompt": _PROMPT,
+            **_COMMON,
+            "echo": _nullable("boolean", "The answer begins with the prompt; max_tokens may be 0 then."),
+            "logprobs": _nullable(
+                "integer", "Tell how likely each token and the likeliest ones were.", minimum=0, maximum=20
+            ),
+            "return_token_ids": _RETURN_IDS,
+            "add_special_tokens": _nullable("boolean", "false: no start token before the prompt."),
+        },
+    )
 )
+RESPONSES = _operation(
+    _body(
+        ["input"],
+        {
+            "model": _COMMON["model"],
+            "input": {
+                "anyOf": [_TEXT, {"type": "array", "items": _OBJECT, "minItems": 1}],
+                "description": "Text, or messages, function calls and their outputs.",
+            },
+            "instructions": _nullable("string", "A system message before the input."),
+            "stream": _COMMON["stream"],
+            "max_output_tokens": _nullable("integer", "Longest answer.", minimum=1),
+            "temperature": _COMMON["temperature"],
+            "top_p": _COMMON["top_p"],
+            "text": _nullable("object", "format: text, json_object, or json_schema with name and schema."),
+            "tools": {"type": ["array", "null"], "items": _OBJECT, "description": "Functions the model may call."},
+            "tool_choice": _TOOLS["tool_choice"],
+            "parallel_tool_calls": _TOOLS["parallel_tool_calls"],
+            "store": _nullable("boolean", "Only false: nothing is stored."),
+            "include": {"type": ["array", "null"], "items": {"enum": ["message.output_text.logprobs"]}},
+            "top_logprobs": _nullable("integer", "Likeliest tokens told with each.", minimum=0, maximum=20),
+            "metadata": _nullable("object", "Repeated in the answer."),
+        },
+    )
+)
+_CLAUDE_CHAT = {
+    "model": _COMMON["model"],
+    "messages": {
+        "type": "array",
+        "minItems": 1,
+        "items": {
+            "type": "object",
+            "properties": {
+                "role": {"enum": ["user", "assistant", "system"]},
+                "content": {"anyOf": [_TEXT, {"type": "array", "items": _OBJECT}]},
+            },
+            "required": ["role", "content"],
+        },
+    },
+    "system": {"anyOf": [_TEXT, {"type": "array", "items": _OBJECT}, {"type": "null"}]},
+    "tools": {"type": ["array", "null"], "items": _OBJECT, "description": "name, description, input_schema."},
+    "tool_choice": _nullable("object", "type: auto, any, tool (with name) or none."),
+}
+MESSAGES_API = _operation(
+    _body(
+        ["messages", "max_tokens"],
+        {
+            **_CLAUDE_CHAT,
+            "max_tokens": {"type": "integer", "minimum": 1, "description": "Longest answer."},
+            "stop_sequences": {"type": ["array", "null"], "items": _STOP_TEXT, "maxItems": MAX_STOPS},
+            "stream": _COMMON["stream"],
+            "temperature": _COMMON["temperature"],
+            "top_p": _COMMON["top_p"],
+            "top_k": _COMMON["top_k"],
+        },
+    )
+)
+COUNT_TOKENS = _operation(_body(["messages"], _CLAUDE_CHAT))
+TOKENIZE = _operation(
+    _body(
+        [],
+        {
+            "model": _COMMON["model"],
+            "prompt": _nullable("string", "Text; or"),
+            "messages": {**_MESSAGES, "type": ["array", "null"]},
+            "tools": _TOOLS["tools"],
+            "add_special_tokens": _nullable("boolean", "false: no start token before a prompt."),
+            "add_generation_prompt": _nullable("boolean", "false: a chat ends with its last message."),
+            "return_token_strs": _nullable("boolean", "Tell the tokens as the vocabulary writes them, too."),
+        },
+    )
+)
+DETOKENIZE = _operation(_body(["tokens"], {"model": _COMMON["model"], "tokens": _IDS}))
+_TEXTS = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "minItems": 1}]}
+EMBEDDINGS = _operation(_body(["input"], {"model": _COMMON["model"], "input": _TEXTS}))
+SCORE = _operation(_body(["text_1", "text_2"], {"model": _COMMON["model"], "text_1": _TEXTS, "text_2": _TEXTS}))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import random
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -10,15 +11,19 @@ from kvstore.blocks import block_names, extend_name
 from services.config import BudgetConfig
 from services.protocol.errors import ErrorCode, RequestError, invalid
 from services.protocol.proto import worker_pb2
+from services.router.access.tenancy import block_salt
 from services.router.bookings import Booking
 from services.router.compat import Kind
 from services.router.fabric import FabricMeter
 from services.router.links import RouterIdentity
 from services.router.policy import Candidate, Decision, Fabric, Prompt, Worker, capacity, choose, uncached_tokens
+from services.router.policy_types import Draws
 from services.router.types import RouterRequest, SamplingSpec
 from services.router.view import View
 
 _U64 = (1 << 64) - 1
+Ask = tuple[str, int, Draws]
+"""What the policy is asked with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +113,7 @@ def check(request: RouterRequest, max_model_len: int) -> None:
 
 def name_prompt(request: RouterRequest, kind: Kind, outputs: Mapping[int, tuple[int, ...]] | None = None) -> Named:
     """Costs about a microsecond per block. ``outputs``: of choices that go on, where some tokens have come already."""
-    named = Named(request, kind, kind.root(request.salt), [], outputs or {})
+    named = Named(request, kind, kind.root(block_salt(request.tenant, request.salt)), [], outputs or {})
     return replace(named, names=block_names((*request.prompt_ids, *named.own), kind.block_size, named.root))
 
 
@@ -121,18 +126,18 @@ def names_after(named: Named, token_ids: Sequence[int]) -> list[bytes]:
     return names
 
 
-def plan(named: Named, view: View, fabric: FabricMeter, policy: tuple[str, int], avoid: Collection[str]) -> Plan | None:
+def plan(named: Named, view: View, fabric: FabricMeter, policy: Ask, avoid: Collection[str]) -> Plan | None:
     """Choose workers, leaving out those in ``avoid``; None where that leaves none.
 
     Args:
-        policy: name of the policy, and how many choices were made before.
+        policy: its name, how many choices were made before, and what it may draw from.
 
     Raises:
         RequestError: NEVER_FITS where workers are there but none could ever hold the prompt.
     """
     prompt = named.prompt
     workers = view.candidates(named.names, avoid)
-    decision = choose(policy[0], prompt, workers, fabric.now(), policy[1])
+    decision = choose(policy[0], prompt, workers, fabric.now(), policy[1], policy[2])
     if decision is None:
         most = capacity(view.candidates(named.names))
         if most and prompt.num_blocks > most:
@@ -152,6 +157,11 @@ def plan(named: Named, view: View, fabric: FabricMeter, policy: tuple[str, int],
         ),
         decision=decision,
     )
+
+
+def ask(policy: str, turn: int, draw: Callable[[], float] = random.random) -> Ask:
+    """``draw``: any source of uniform numbers in [0, 1)."""
+    return policy, turn, (draw(), draw(), draw(), draw())
 
 
 def plan_reader(named: Named, view: View, prefill_id: str, avoid: Collection[str]) -> Booking | None:
@@ -270,6 +280,7 @@ def _booking(named: Named, p: Worker, d: Worker) -> Booking:
         decode_id=d.worker_id,
         decode_blocks=prompt.num_blocks + choices - min(d.cached_blocks, prompt.reusable_blocks),
         sequences=choices,
+        prompt_tokens=prompt.num_tokens,
     )
 
 

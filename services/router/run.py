@@ -29,9 +29,10 @@ class Run:
             prompt_ids=() if request.sampling.shaping.prompt_tops is None else request.prompt_ids,
             timeline=timeline,
             clock=deps.clock,
-            on_first_token=lambda: deps.view.bookings.prefill_done(request.request_id),
+            on_first_token=self._on_first_token,
         )
         self._attempts = Attempts(deps, request, sampling, timeline, self._exchange)
+        self._praised = 0  # the last attempt whose workers were
         self.is_finished = False  # the end of every choice was given out
 
     async def begin(self) -> None:
@@ -64,6 +65,7 @@ class Run:
         deps = self._deps
         deps.switchboard.remove(self._request.request_id)
         deps.view.bookings.release(self._request.request_id)
+        deps.gate.left(self._request, self._exchange.taken, is_finished=self.is_finished)
         if self.is_finished:
             self._attempts.remember()
         else:
@@ -74,6 +76,22 @@ class Run:
         self._exchange.lanes[choice].close()
         self._attempts.drop_choice(choice)
 
+    def _on_first_token(self) -> None:
+        """Of each attempt: its prompt is computed."""
+        self._deps.view.bookings.prefill_done(self._request.request_id)
+        self._deps.gate.computed(self._request.request_id)
+
+    def _praise(self) -> None:
+        """Once for each attempt: its workers did what they were asked, the hand-off too.
+
+        A decode worker that computed a prompt itself has shown nothing of what it is there for.
+        """
+        x, entry = self._exchange, self._deps.view.entry(self._exchange.prefill_id)
+        if self._praised != x.attempt and (x.committed or not x.decode_id or x.is_finished):
+            self._praised = x.attempt
+            if entry is not None and entry.role != "decode":
+                self._deps.health.succeeded(x.prefill_id, x.decode_id if x.committed else "")
+
     def _event(self, choice: int) -> TokenEvent:
         x, now = self._exchange, self._deps.clock()
         lane = x.lanes[choice]
@@ -82,6 +100,7 @@ class Run:
         is_first = x.taken == 0
         tokens, logprobs = lane.take(now)
         self.is_finished = x.is_finished and x.next_choice() is None
+        self._praise()
         self._timeline.output_tokens = x.taken
         self._timeline.longest_choice_tokens = max(other.taken for other in x.lanes)
         return TokenEvent(

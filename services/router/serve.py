@@ -10,25 +10,21 @@ import contextlib
 import errno
 import logging
 import socket
+import ssl
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any
 
-import grpc
 import grpc.aio
 import uvicorn
 from fastapi import FastAPI
-from grpc_health.v1 import health, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from kvstore.errors import ConfigError
-from services.config import ServeConfig
-from services.protocol.client import channel_options
-from services.protocol.proto import inference_pb2_grpc
+from services.config import ServeConfig, TlsConfig
 from services.router.front import Front
-from services.router.grpc_front import INFERENCE, HealthServicer, InferenceServicer
+from services.router.grpc_server import Servicers, start_grpc
 from services.router.live import Live
 from services.router.openai_http import build_http_app
+from services.router.tls import check_tls
 from services.router.types import Core
 
 BACKLOG = 2048
@@ -37,7 +33,6 @@ ENDING_S = 2.0
 KEEP_ALIVE_S = 75
 START_LIMIT_S = 10.0
 POLL_S = 0.005
-MIN_PING_MS = 1_000
 
 _log = logging.getLogger("pdray.router")
 
@@ -48,14 +43,13 @@ class PortInUse(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class Fronts:
-    """Running fronts. ``http_app``, ``inference`` and ``health`` can be served elsewhere too (Ray Serve's ingress)."""
+    """Running fronts. ``http_app`` and ``servicers`` can be served elsewhere too (Ray Serve's ingress)."""
 
     http_port: int
     grpc_port: int
     http_app: FastAPI
-    inference: InferenceServicer
-    health: HealthServicer
-    _front: Front
+    servicers: Servicers
+    front: Front
     _http: _Uvicorn
     _http_task: asyncio.Task[None]
     _grpc: grpc.aio.Server
@@ -77,7 +71,8 @@ class Fronts:
         if late:
             self._http.force_exit = True
             await asyncio.wait({self._http_task}, timeout=ENDING_S)
-        self._front.close()
+        await self.front.guard.stop()
+        self.front.close()
 
 
 async def serve_fronts(core: Core, config: ServeConfig) -> Fronts:
@@ -91,17 +86,21 @@ async def serve_fronts(core: Core, config: ServeConfig) -> Fronts:
     async with contextlib.AsyncExitStack() as undo:
         front = Front(core)
         undo.callback(front.close)
+        undo.push_async_callback(front.guard.stop)
+        front.guard.start()
+        check_tls(config.tls)
         sock = undo.enter_context(_listen(router.host, router.port, "router.port"))
         http_port = int(sock.getsockname()[1])
-        inference, health_servicer = InferenceServicer(front), HealthServicer(core)
-        server, grpc_port = await _start_grpc(config, inference, health_servicer)
+        servicers = Servicers.of(front)
+        _listen(router.host, router.grpc_port, "router.grpc_port").close()  # grpc does not tell why it cannot bind
+        server, grpc_port = await start_grpc(config, front, servicers)
         undo.push_async_callback(server.stop, None)
         app = build_http_app(core, front)
-        http = _Uvicorn(_uvicorn_config(app))
+        http = _Uvicorn(_uvicorn_config(app, config.tls))
         task = asyncio.create_task(http.serve([sock]), name="pdray-http")
         await _until_started(http, task)
         undo.pop_all()
-    return Fronts(http_port, grpc_port, app, inference, health_servicer, front, http, task, server)
+    return Fronts(http_port, grpc_port, app, servicers, front, http, task, server)
 
 
 async def _until_started(http: _Uvicorn, task: asyncio.Task[None]) -> None:
@@ -121,9 +120,13 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-def _uvicorn_config(app: FastAPI) -> uvicorn.Config:
+def _uvicorn_config(app: FastAPI, tls: TlsConfig) -> uvicorn.Config:
     return uvicorn.Config(
         app,
+        ssl_certfile=tls.cert_file or None,
+        ssl_keyfile=tls.key_file or None,
+        ssl_ca_certs=tls.client_ca_file or None,
+        ssl_cert_reqs=ssl.CERT_REQUIRED if tls.client_ca_file else ssl.CERT_NONE,
         http="httptools",
         ws="none",
         lifespan="off",
@@ -158,33 +161,3 @@ def _cannot_bind(host: str, port: int, setting: str, reason: OSError) -> ConfigE
     if reason.errno == errno.EADDRINUSE:
         return PortInUse(f"{setting}: port {port} on {host} is in use; set another {setting}, or 0 for a free one")
     return ConfigError(f"{setting}: cannot listen on {host}:{port}: {reason}")
-
-
-async def _start_grpc(
-    config: ServeConfig, inference: InferenceServicer, health_servicer: HealthServicer
-) -> tuple[grpc.aio.Server, int]:
-    router = config.router
-    server = grpc.aio.server(options=_server_options(router.max_body_bytes))
-    inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)  # type: ignore[no-untyped-call]
-    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    names = (INFERENCE, health.SERVICE_NAME, reflection.SERVICE_NAME)
-    reflection.enable_server_reflection(names, server)
-    host = f"[{router.host}]" if ":" in router.host else router.host
-    _listen(router.host, router.grpc_port, "router.grpc_port").close()  # grpc does not tell why it cannot bind
-    try:
-        port = server.add_insecure_port(f"{host}:{router.grpc_port}")
-    except RuntimeError as exc:
-        await server.stop(None)
-        raise ConfigError(f"router.grpc_port: cannot listen on {host}:{router.grpc_port}: {exc}") from None
-    await server.start()
-    return server, int(port)
-
-
-def _server_options(max_message_bytes: int) -> list[tuple[str, Any]]:
-    return [
-        *channel_options(max_message_bytes),
-        ("grpc.so_reuseport", 0),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_MS),
-        ("grpc.http2.max_ping_strikes", 0),
-    ]

@@ -1,10 +1,10 @@
 """A streamed answer as server-sent events: the status waits for the first event, comments fill a long silence.
 
     waiting ──first event──► started ──► … ──► done          200 with the first event
-       │  └──FIRST_WAIT_S──► started (ping)                   200 and a comment; an error after it is an error event
+       │  └──first_wait_s──► started (ping)                   200 and a comment; an error after it is an error event
        └──RequestError──► a plain 4xx or 5xx
 
-A stream that fails after its start ends with an error event and then [DONE].
+A stream that fails after its start ends with an error event and then [DONE], or as its own API ends one (`Framing`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -23,10 +24,6 @@ from services.protocol.errors import ErrorCode, RequestError
 from services.router.live import ClientGone, Live
 from services.router.problem import error_response
 
-FIRST_WAIT_S = 5.0
-"""An answer that takes longer to begin gets its 200 early, so that no proxy gives up on it."""
-PING_S = 10.0
-"""Longest silence on a stream."""
 SEND_LIMIT_S = 60.0
 """A client that takes no bytes for so long is dropped."""
 PING = b": ping\n\n"
@@ -45,11 +42,33 @@ def error_event(error: RequestError) -> bytes:
     return event(json.dumps(error.body(), ensure_ascii=False).encode()) + DONE
 
 
+@dataclass(frozen=True, slots=True)
+class Framing:
+    """How one API ends its streams. ``failed``: the bytes of an error after the start."""
+
+    end: bytes = DONE
+    failed: Callable[[RequestError], bytes] = error_event
+
+
+OPENAI = Framing()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Silence:
+    """How long a stream may be silent; see config.router."""
+
+    first_wait_s: float
+    ping_s: float
+
+
 class Sink:
     """The connection's sending half: starts the answer late, and knows when something was sent last."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, headers: Mapping[str, str]) -> None:
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, headers: Mapping[str, str], framing: Framing
+    ) -> None:
         self._scope, self._receive, self._send = scope, receive, send
+        self._framing = framing
         self._headers = {
             "content-type": "text/event-stream; charset=utf-8",
             "cache-control": "no-cache",
@@ -80,9 +99,9 @@ class Sink:
     async def fail(self, error: RequestError) -> None:
         """End the answer with an error: as a status while nothing is out, as an event after that."""
         if self.is_started:
-            await self.write(error_event(error), is_last=True)
+            await self.write(self._framing.failed(error), is_last=True)
         else:
-            await error_response(error)(self._scope, self._receive, self._send)
+            await error_response(error, self._scope["path"])(self._scope, self._receive, self._send)
 
 
 class EventStream(Response):
@@ -99,20 +118,19 @@ class EventStream(Response):
         live: Live,
         headers: Mapping[str, str],
         on_end: Callable[[RequestError | None], None],
-        *,
-        first_wait_s: float = FIRST_WAIT_S,
-        ping_s: float = PING_S,
+        silence: Silence,
+        framing: Framing = OPENAI,
     ) -> None:
         super().__init__()
         self._events = events
         self._live = live
         self._extra_headers = headers
         self._on_end = on_end
-        self._first_wait_s = first_wait_s
-        self._ping_s = ping_s
+        self._silence = silence
+        self._framing = framing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sink = Sink(scope, receive, send, self._extra_headers)
+        sink = Sink(scope, receive, send, self._extra_headers, self._framing)
         error: RequestError | None = None
         try:
             await self._live.run(self._pump(sink), receive, lambda: self._tick(sink))
@@ -130,7 +148,7 @@ class EventStream(Response):
             async with aclosing(self._events) as events:
                 async for piece in events:
                     await sink.write(piece)
-            await sink.write(DONE, is_last=True)
+            await sink.write(self._framing.end, is_last=True)
         except (RequestError, ClientGone):
             raise
         except Exception:  # the edge of the process: the client gets an error, the log the reason
@@ -139,9 +157,9 @@ class EventStream(Response):
 
     async def _tick(self, sink: Sink) -> float:
         """Ping where nothing was sent for too long; the seconds until the next look."""
-        limit_s = self._ping_s if sink.is_started else self._first_wait_s
+        limit_s = self._silence.ping_s if sink.is_started else self._silence.first_wait_s
         left_s = sink.last_s + limit_s - time.monotonic()
         if left_s > 0:
             return left_s
         await sink.write(PING)
-        return self._ping_s
+        return self._silence.ping_s

@@ -19,7 +19,10 @@ from services.protocol.grammar import GrammarSpec, check
 from services.protocol.model_card import ModelCard
 from services.router.detokenize import Detokenizer, Detokenizers
 from services.router.logprobs import TokenNames
-from services.router.template import ChatTemplate, Message, no_template
+from services.router.template import DEFAULT_OPTIONS, ChatOptions, ChatTemplate, Message, no_template
+from services.router.tools.parsers import HERMES, MARKERS, CallReading, make_parser
+from services.router.tools.prompt import AUTO
+from services.router.tools.spec import Tools
 
 DEFAULT_CONTEXT_TOKENS = 8192
 """Cap where config.model.max_model_len is 0."""
@@ -31,6 +34,15 @@ SHORT_LANE_THREADS = 2
 BUSY_RETRY_S = 1.0
 
 T = TypeVar("T")
+
+
+def _rendered(template: ChatTemplate, messages: Sequence[Message], options: ChatOptions) -> str:
+    return template.render(
+        messages,
+        tools=options.tools,
+        add_generation_prompt=options.add_generation_prompt,
+        variables=options.variables,
+    )
 
 
 def context_tokens(card: ModelCard, max_model_len: int) -> int:
@@ -51,8 +63,11 @@ def too_long(prompt_tokens: int, context: int, *, at_least: bool = False, param:
 class Text:
     """The tokenizer and chat template of one model. One object serves all requests; `close` it after the last."""
 
-    def __init__(self, card: ModelCard, *, context: int, max_pending: int = 1024) -> None:
+    def __init__(
+        self, card: ModelCard, *, context: int, max_pending: int = 1024, tool_parser: str = AUTO, limit_s: float = 10.0
+    ) -> None:
         """``context``: see `context_tokens`. ``max_pending``: texts in the lanes at once; one more is refused (503).
+        ``tool_parser``: as in config.model. ``limit_s``: how long one text may take in a lane.
 
         Raises:
             ConfigError: the tokenizer or the template of the prepared model is unusable.
@@ -66,11 +81,18 @@ class Text:
         self.context = context
         self.vocab_size = card.vocab_size
         self._bos = (card.bos_token_id,) if card.add_bos and card.bos_token_id is not None else ()
-        self._template = ChatTemplate(card.chat_template, card.special_tokens) if card.chat_template else None
+        self._template = (
+            ChatTemplate(card.chat_template, card.special_tokens, tool_parser=tool_parser)
+            if card.chat_template
+            else None
+        )
+        self._call_format = HERMES if self._template is None else self._template.call_format
         self._detokenizers = Detokenizers(self._tokenizer)
+        self._marks = self._special_marks(MARKERS[self._call_format])
         self.names = TokenNames(self._detokenizers)
         self._longest_token_bytes = max(len(token.encode()) for token in self._tokenizer.get_vocab())
         self._max_pending = max_pending
+        self._limit_s = limit_s
         self._pending = 0
         self._short = ThreadPoolExecutor(SHORT_LANE_THREADS, thread_name_prefix="pdray-text")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="pdray-long-text")
@@ -80,19 +102,19 @@ class Text:
         self._short.shutdown(wait=False, cancel_futures=True)
         self._long.shutdown(wait=False, cancel_futures=True)
 
-    async def encode_prompt(self, text: str, param: str = "prompt") -> tuple[int, ...]:
-        """Ids of a plain prompt, with the start token in front where the model wants one.
+    async def encode_prompt(self, text: str, param: str = "prompt", *, bare: bool = False) -> tuple[int, ...]:
+        """Ids of a plain prompt, with the start token in front where the model wants one and it is not ``bare``.
 
         Raises:
             RequestError: the text is too long, or gives no token at all.
         """
         self._check_size(len(text), param)
-        ids = self._bos + await self._in_lane(len(text), lambda: self._encode(text, param))
+        ids = (() if bare else self._bos) + await self._in_lane(len(text), lambda: self._encode(text, param))
         if not ids:
             raise invalid("the prompt is empty, and this model has no start token to begin with", param)
         return ids
 
-    async def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    async def encode_chat(self, messages: Sequence[Message], options: ChatOptions = DEFAULT_OPTIONS) -> tuple[int, ...]:
         """Ids of a chat up to where the assistant is to answer. Start tokens are the template's business.
 
         Raises:
@@ -101,12 +123,16 @@ class Text:
         template = self._template
         if template is None:
             raise no_template()
-        chars = sum(len(str(message.get("content") or "")) for message in messages)
+        chars = sum(len(str(message.get("content") or "")) for message in messages) + options.chars
         self._check_size(chars, "messages")
-        ids = await self._in_lane(chars, lambda: self._encode(template.render(messages), "messages"))
+        ids = await self._in_lane(chars, lambda: self._encode(_rendered(template, messages, options), "messages"))
         if not ids:
             raise invalid("the chat gives an empty prompt", "messages")
         return ids
+
+    def token_name(self, token_id: int) -> str:
+        """A token as the vocabulary writes it."""
+        return self._detokenizers.token_name(token_id)
 
     async def decode(self, ids: Sequence[int]) -> str:
         """Text of ids at once, special tokens left out."""
@@ -120,6 +146,14 @@ class Text:
         """Characters that each id adds to the text of all, as they become whole."""
         push = self.detokenizer().push
         return await self._in_lane(len(ids), lambda: tuple(len(push(token_id)) for token_id in ids))
+
+    def call_reading(self, tools: Tools) -> CallReading:
+        """State for the calls of one answer."""
+        return CallReading(make_parser(tools, self._call_format), self._marks)
+
+    def _special_marks(self, names: Sequence[str]) -> dict[int, str]:
+        ids = {name: self._tokenizer.token_to_id(name) for name in names if name}
+        return {i: name for name, i in ids.items() if i is not None and not self._detokenizers.token_bytes(i)}
 
     def detokenizer(self) -> Detokenizer:
         """State for one answer."""
@@ -161,6 +195,10 @@ class Text:
         lane = self._long if chars > LONG_TEXT_CHARS else self._short
         self._pending += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(lane, work)
+            async with asyncio.timeout(self._limit_s):
+                return await asyncio.get_running_loop().run_in_executor(lane, work)
+        except TimeoutError:
+            message = f"a text was not rendered or tokenized within {self._limit_s:g} s (limits.text_s)"
+            raise RequestError(ErrorCode.OVERLOADED, message, retry_after_s=BUSY_RETRY_S) from None
         finally:
             self._pending -= 1

@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from services.protocol.proto import worker_pb2
+from services.router.admission.promise import Promise
+from services.router.admission.slo import NO_SLO, SLO, Times, misses
 from services.router.breakdown import Points, Stages, rest_parts, ttft_parts
 from services.router.types import ACCEPT, DONE, FIRST_BYTE, TOKENIZED
 
@@ -68,6 +70,8 @@ class Timeline:
     cached_tokens: int = 0
     output_tokens: int = 0  # of all choices
     longest_choice_tokens: int = 0
+    slo: SLO = NO_SLO
+    promise: Promise | None = None  # what was predicted when it came
     first_stages: Stages = field(default_factory=Stages)
     _decode: Stages = field(default_factory=Stages)
     _exposed_ms: float = 0.0  # token 1 here .. hand-off reported as committed
@@ -101,6 +105,11 @@ class Timeline:
         event = {"name": name, "at_ms": (self.now_us() if at_us is None else at_us) / 1000}
         event |= {k: v for k, v in (("worker", worker), ("attempt", attempt), ("detail", detail)) if v}
         self.events.append(event)
+
+    def promised(self, promise: Promise) -> None:
+        """What the router predicted before it let the request in, or refused it."""
+        self.promise = promise
+        self.note("promised", ttft_ms=round(promise.ttft_ms, 3), ahead=promise.ahead)
 
     def begin_attempt(self, number: int, kind: str, pair: tuple[str, str], decision: dict[str, Any]) -> None:
         """``pair``: prefill (or mixed) worker and decode worker ("" where there is none)."""
@@ -146,6 +155,23 @@ class Timeline:
         return None if done is None else done / 1000
 
     @property
+    def times(self) -> Times:
+        points, stages = self.points(), Stages(transfer_exposed_ms=self.transfer[1], wait_ms=self._decode.wait_ms)
+        return Times(
+            ttft_ms=self.ttft_ms,
+            e2e_ms=self.e2e_ms,
+            tokens=self.longest_choice_tokens,
+            first_parts_us=ttft_parts(points, self.first_stages),
+            rest_parts_us=rest_parts(points, stages),
+        )
+
+    @property
+    def prediction_error(self) -> float | None:
+        """(predicted − actual) / actual time to the first token; None before it, or where nothing was predicted."""
+        actual_ms = self.ttft_ms
+        return (self.promise.ttft_ms - actual_ms) / actual_ms if self.promise and actual_ms else None
+
+    @property
     def is_migrated(self) -> bool:
         """Later hand-offs say nothing about token 1."""
         return any(a.kind == "migrate" for a in self.attempts)
@@ -171,9 +197,8 @@ class Timeline:
 
     def to_dict(self) -> dict[str, Any]:
         """Body of /debug/requests/{id}. Times in ms since the request was received; no text, no token ids."""
-        points, last = self.points(), self.attempts[-1] if self.attempts else None
-        stages = Stages(transfer_exposed_ms=self.transfer[1], wait_ms=self._decode.wait_ms)
-        moved = self.handoff
+        times, last, moved = self.times, self.attempts[-1] if self.attempts else None, self.handoff
+        error = self.prediction_error
         return {
             "request_id": self.request_id,
             "label": self.label,
@@ -187,10 +212,14 @@ class Timeline:
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
             "output_tokens": self.output_tokens,
-            "ttft_ms": self.ttft_ms,
-            "e2e_ms": self.e2e_ms,
-            "ttft_parts_ms": {k: v / 1000 for k, v in ttft_parts(points, self.first_stages).items()},
-            "rest_parts_ms": {k: v / 1000 for k, v in rest_parts(points, stages).items()},
+            "ttft_ms": times.ttft_ms,
+            "e2e_ms": times.e2e_ms,
+            "ttft_parts_ms": {k: v / 1000 for k, v in times.first_parts_us.items()},
+            "rest_parts_ms": {k: v / 1000 for k, v in times.rest_parts_us.items()},
+            "slo_ms": self.slo.targets,
+            "slo_missed": misses(self.slo, self.outcome, times) if self.outcome else {},
+            "promise": self.promise.to_dict() if self.promise else None,
+            "ttft_prediction_error": None if error is None else round(error, 4),
             "attempts": [_attempt_dict(a) for a in self.attempts],
             "events": sorted(self.events, key=lambda e: e["at_ms"]),
             "events_dropped": self.events_dropped,

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from services.config import ServeConfig
 from services.protocol.grammar import GrammarSpec
+from services.router.admission.slo import NO_SLO, SLO
 
 if TYPE_CHECKING:
     from services.protocol.model_card import ModelCard
+    from services.router.record import Recorder
 
 ACCEPT = "accept"
 """The body is read and parsed. Time zero is `received_s`, taken as early as the front can; between them lies the part
@@ -91,8 +93,10 @@ class RouterRequest:
     sampling: SamplingSpec = field(default_factory=SamplingSpec)
     n: int = 1  # choices, each drawn by itself
     salt: str = ""  # cache_salt; equal prompts under different salts share no KV
+    tenant: str = ""  # of the authenticated key; likewise
     label: str = ""  # the client's X-Request-Id, sanitised; need not be unique
     priority: int = 0  # lower first
+    slo: SLO = NO_SLO
     received_s: float  # time.monotonic() when the request was accepted
     budget_s: float | None = None  # the client's own deadline counted from received_s; None: config.budget
 
@@ -162,6 +166,8 @@ class Core(Protocol):
     def flow(self) -> TokenFlow: ...
     @property
     def timelines(self) -> TimelineStore: ...
+    @property
+    def recorder(self) -> Recorder: ...
 
     def ready(self) -> tuple[bool, str]:
         """Whether a request could be served now, and if not, why (for /ready)."""

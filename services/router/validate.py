@@ -7,16 +7,17 @@ vocabulary is off; both token limits may be given if they are equal; a start tok
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from services.protocol.errors import ErrorCode, RequestError, invalid
-from services.router.features import KNOWN_WITHOUT_EFFECT, NOT_THERE
+from services.router.extras import Extras, check_features, read_extras
 from services.router.fields import Fields, not_yet, shown, whole
 from services.router.messages import read_messages
 from services.router.shaping import read_shaping
-from services.router.template import Message
+from services.router.template import ChatOptions, Message
 from services.router.text import too_long
+from services.router.tools.spec import NO_TOOLS, Tools, forced_grammar, read_tools
 from services.router.types import SamplingSpec, Shaping
 
 MAX_STOPS = 16
@@ -24,7 +25,6 @@ MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 256
 MAX_PROMPTS = 16
 MAX_SALT_CHARS = 256
-MAX_LABEL_CHARS = 512
 INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
 ANY_COUNT = 2**62
 """Upper bound where only the context limits a number of tokens."""
@@ -55,7 +55,19 @@ class Ask:
     shaping: Shaping = field(default_factory=Shaping)
     salt: str = ""
     priority: int = 0
+    slo: Mapping[str, Any] | None = None  # targets; checked where the headers' are
+    tools: Tools = NO_TOOLS
+    extras: Extras = field(default_factory=Extras)
     ignored: tuple[str, ...] = ()  # fields that nobody knows
+
+    @property
+    def chat_options(self) -> ChatOptions:
+        extras = self.extras
+        return ChatOptions(
+            tools=self.tools.offered,
+            add_generation_prompt=extras.add_generation_prompt,
+            variables=extras.variables,
+        )
 
     def sampling(self, prompt_tokens: int, context: int, capacity: int = 0) -> SamplingSpec:
         """The limits and the way to sample for a prompt of ``prompt_tokens``.
@@ -102,11 +114,21 @@ def chat_ask(body: Mapping[str, Any], model: str, vocab_size: int) -> Ask:
         RequestError: 400 or 404; ``param`` names the field at fault.
     """
     fields = Fields(body)
-    _check_model(fields, model)
-    common = _common(fields, vocab_size, echo=False)
+    check_model(fields, model)
+    common = read_common(fields, vocab_size, echo=False)
     shaping = read_shaping(fields, vocab_size, is_chat=True)
     messages = read_messages(fields)
-    return Ask(messages=messages, shaping=shaping, **common, ignored=fields.unread())
+    tools = read_tools(fields)
+    extras = read_extras(fields, is_chat=True)
+    shaping = with_tools(shaping, tools)
+    return Ask(messages=messages, shaping=shaping, tools=tools, extras=extras, **common, ignored=fields.unread())
+
+
+def with_tools(shaping: Shaping, tools: Tools) -> Shaping:
+    """A demanded call is a grammar of its own. Raises RequestError where the request brings another."""
+    if tools.offered and shaping.grammar is not None:
+        raise not_yet("tools together with a format of the answer", shaping.grammar_field)
+    return replace(shaping, grammar=forced_grammar(tools), grammar_field="tools") if tools.is_forced else shaping
 
 
 def completion_ask(body: Mapping[str, Any], model: str, vocab_size: int) -> Ask:
@@ -116,15 +138,18 @@ def completion_ask(body: Mapping[str, Any], model: str, vocab_size: int) -> Ask:
         RequestError: 400 or 404; ``param`` names the field at fault.
     """
     fields = Fields(body)
-    _check_model(fields, model)
+    check_model(fields, model)
     echo = bool(fields.flag("echo"))
-    common = _common(fields, vocab_size, echo=echo)
+    common = read_common(fields, vocab_size, echo=echo)
     shaping = read_shaping(fields, vocab_size, is_chat=False, echo=echo)
     prompts = _prompts(fields, vocab_size)
-    return Ask(prompts=prompts, echo=echo, shaping=shaping, **common, ignored=fields.unread())
+    fields.only("tools", ([],), "calling tools in a completion (use /v1/chat/completions)")
+    extras = read_extras(fields, is_chat=False)
+    return Ask(prompts=prompts, echo=echo, shaping=shaping, extras=extras, **common, ignored=fields.unread())
 
 
-def _check_model(fields: Fields, model: str) -> None:
+def check_model(fields: Fields, model: str) -> None:
+    """The field ``model`` names the served one, or nothing. Raises RequestError MODEL_NOT_FOUND."""
     asked = fields.text("model")
     if asked is not None and asked != model:
         raise RequestError(
@@ -134,10 +159,9 @@ def _check_model(fields: Fields, model: str) -> None:
         )
 
 
-def _common(fields: Fields, vocab_size: int, *, echo: bool) -> dict[str, Any]:
-    """Fields of `Ask` that both endpoints share."""
-    _check_features(fields)
-    _check_labels(fields)
+def read_common(fields: Fields, vocab_size: int, *, echo: bool) -> dict[str, Any]:
+    """Fields of `Ask` that the generating endpoints share."""
+    check_features(fields)
     stream = bool(fields.flag("stream"))
     max_tokens, max_tokens_field = _max_tokens(fields, echo=echo)
     return {
@@ -155,17 +179,13 @@ def _common(fields: Fields, vocab_size: int, *, echo: bool) -> dict[str, Any]:
         "stops": _stops(fields),
         "stop_token_ids": _stop_token_ids(fields, vocab_size),
         "salt": fields.text("cache_salt", max_chars=MAX_SALT_CHARS) or "",
+        "slo": fields.object("slo"),
         "priority": fields.integer("priority", -INT32_MAX - 1, INT32_MAX) or 0,
     }
 
 
 def _default(value: float | None, default: float) -> float:
     return default if value is None else value
-
-
-def _check_features(fields: Fields) -> None:
-    for key, (neutral, what) in NOT_THERE.items():
-        fields.only(key, neutral, what)
 
 
 def _n(fields: Fields) -> int:
@@ -177,14 +197,6 @@ def _n(fields: Fields) -> int:
     return n
 
 
-def _check_labels(fields: Fields) -> None:
-    for key in ("user", "prompt_cache_key", "safety_identifier"):
-        fields.text(key, max_chars=MAX_LABEL_CHARS)
-    fields.object("metadata")
-    for key in KNOWN_WITHOUT_EFFECT:
-        fields.raw(key)
-
-
 def _include_usage(fields: Fields, *, stream: bool) -> bool:
     options = fields.object("stream_options")
     if options is None:
@@ -192,6 +204,8 @@ def _include_usage(fields: Fields, *, stream: bool) -> bool:
     if not stream:
         raise invalid("stream_options is only allowed with stream: true", "stream_options")
     inner = Fields(options, "stream_options")
+    inner.flag("include_obfuscation")
+    inner.only("continuous_usage_stats", (False,), "usage in every chunk")
     return bool(inner.flag("include_usage"))
 
 

@@ -16,7 +16,7 @@ from services.router.bookings import Bookings
 from services.router.compat import Kind, Member, refusals
 from services.router.member import HAND_OFF_ROLES, WorkerEntry, WorkerState, new_entry
 from services.router.policy import Worker
-from services.router.residency import Residency
+from services.router.residency import Residency, depths
 
 DEFAULT_PREFILL_TOKENS_PER_S = 1000.0
 """Assumed of every worker until one has measured its own."""
@@ -63,7 +63,7 @@ class View:
             now = self._clock()
             entry.load, entry.load_s = load, now
             entry.progress.observe(load, entry.role, now)
-            self.bookings.load_came(worker_id)
+            self.bookings.load_came(worker_id, load.prompt_tokens_computed)
 
     def dropped(self, worker_id: str) -> None:
         """Nothing lists the worker any more."""
@@ -104,8 +104,10 @@ class View:
         ready = [e for e in self._entries.values() if e.state is WorkerState.READY]
         rates = [rate for e in ready if (rate := _measured(e.load.prefill_tokens_per_s))]
         usual = sum(rates) / len(rates) if rates else DEFAULT_PREFILL_TOKENS_PER_S
-        chosen = (e for e in ready if e.worker_id not in avoid)
-        return tuple(self._worker(e, names, usual, now) for e in sorted(chosen, key=lambda e: e.worker_id))
+        chosen = sorted((e for e in ready if e.worker_id not in avoid), key=lambda e: e.worker_id)
+        cached = depths([e.residency for e in chosen], names, now)
+        rows = zip(chosen, cached, strict=True)
+        return tuple(self._worker(e, depth, e.residency.lower_depths(names, depth), usual) for e, depth in rows)
 
     def readiness(self) -> tuple[bool, str]:
         """Whether a pair or a mixed worker could take a request now, and if not, why."""
@@ -138,12 +140,13 @@ class View:
             retry_after_s=RETRY_AFTER_S,
         )
 
-    def _worker(self, e: WorkerEntry, names: Sequence[bytes], usual_rate: float, now: float) -> Worker:
+    def _worker(self, e: WorkerEntry, cached_blocks: int, tier_blocks: Mapping[str, int], usual_rate: float) -> Worker:
         load, booked = e.load, self.bookings
         return Worker(
             worker_id=e.worker_id,
             role=e.role,
-            cached_blocks=e.residency.depth(names, now),
+            cached_blocks=cached_blocks,
+            tier_blocks=tier_blocks,
             queued_tokens=booked.queued_tokens(e.worker_id, load.waiting_prefill_tokens),
             prefill_tokens_per_s=_measured(load.prefill_tokens_per_s) or usual_rate,
             active_sequences=booked.active_sequences(e.worker_id, load.running + load.waiting),

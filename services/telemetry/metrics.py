@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Enum, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
@@ -17,7 +17,10 @@ from prometheus_client.registry import Collector
 from services.protocol.proto import worker_pb2
 
 _LATENCY_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_ERROR_RATIOS = (-0.9, -0.75, -0.5, -0.25, -0.1, -0.05, 0.0, 0.05, 0.1, 0.25, 0.5, 1, 2, 4)
 _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10)
+
+INDEX_MODES = ("none", "embedded", "standalone", "sentinel", "cluster", "down")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +142,7 @@ class RouterMetrics:
         )
         self.output_tokens = Counter("pdray_output_tokens", "Tokens given to clients.", registry=registry)
         self._declare_times(registry)
+        self._declare_promises(registry)
         self._declare_failures(registry)
         registry.register(WorkerCollector(workers))
         ProcessCollector(namespace="pdray_router", registry=registry)
@@ -165,6 +169,31 @@ class RouterMetrics:
         )
         self.predicted_s = Histogram(
             "pdray_predicted_ttft_seconds", "What the policy predicted for its choice.", buckets=_LATENCY_S,
+            registry=registry,
+        )  # fmt: skip
+
+    def _declare_promises(self, registry: CollectorRegistry) -> None:
+        self.ttft_error = Histogram(
+            "pdray_ttft_prediction_error_ratio", "(predicted − actual) / actual time to the first token.",
+            buckets=_ERROR_RATIOS, registry=registry,
+        )  # fmt: skip
+        self.goodput = Counter(
+            "pdray_goodput_requests", "Requests with targets that kept all of them.", registry=registry
+        )
+        self.slo_misses = Counter(
+            "pdray_slo_miss", "Targets that were missed, by the phase that took the most time; failed: an error.",
+            ["which", "phase"], registry=registry,
+        )  # fmt: skip
+        self.refusals = Counter(
+            "pdray_admission_refusals",
+            "Requests not let in: ttft, tpot or e2e out of reach; bound: too many wait; shed: another took the place.",
+            ["reason"],
+            registry=registry,
+        )
+        self.waiting = Gauge("pdray_waiting_requests", "Requests in the router's queue.", registry=registry)
+        self.waiting_tokens = Gauge("pdray_waiting_tokens", "Prompt tokens of them.", registry=registry)
+        self.circuits_opened = Counter(
+            "pdray_circuits_opened", "Times that a worker was taken out for failing again and again.", ["worker"],
             registry=registry,
         )  # fmt: skip
 
@@ -200,6 +229,9 @@ class RouterMetrics:
         self.worker_losses = Counter(
             "pdray_worker_losses", "Workers lost or stalled, by reason.", ["reason"], registry=registry
         )
+        self._declare_view(registry)
+
+    def _declare_view(self, registry: CollectorRegistry) -> None:
         self.redis_up = Gauge("pdray_redis_up", "1 while the block index answers.", registry=registry)
         self.view_gaps_repaired = Counter(
             "pdray_view_gaps_repaired", "Times a worker's set of blocks was read again.", registry=registry
@@ -208,6 +240,15 @@ class RouterMetrics:
             "pdray_index_ignored", "Entries of the index that were junk, unsigned or of unknown workers.",
             registry=registry,
         )  # fmt: skip
+        self.index_mode = Enum(
+            "pdray_index_mode", "What the block index is, while it answers.", states=INDEX_MODES, registry=registry
+        )
+        self.view_blocks = Gauge(
+            "pdray_view_blocks", "Block names that the router keeps, over all workers.", registry=registry
+        )
+        self.view_forgotten = Counter(
+            "pdray_view_forgotten_blocks", "Block names let go beyond redis.max_blocks.", registry=registry
+        )
 
     def text(self) -> bytes:
         """The exposition in text format 0.0.4."""

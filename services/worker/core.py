@@ -56,7 +56,7 @@ class WorkerCore:
         self.transfer_up = asyncio.Event()  # cleared while the transfer child is being started again
         self.transfer_up.set()
         self.geometry = KVGeometry.from_dict(json.loads(registration.fingerprint.geometry_json))
-        self.on_blocks: Callable[[list[bytes], list[bytes]], None] = lambda _stored, _removed: None
+        self.on_blocks: Callable[[Sequence[bytes], Sequence[bytes], int, bool], None] = lambda *_: None
         self.draining = False
         self.pulls = self.pulls_failed = self.pulled_blocks = 0  # of KV that this worker asked others for
         self.last_progress_s = clock()
@@ -269,8 +269,8 @@ class WorkerCore:
         self.stats = done.stats
         for output in done.outputs:
             self._on_output(output)
-        if done.stored or done.removed:
-            self.on_blocks([name for name, _parent in done.stored], list(done.removed))
+        for change in done.changes():
+            self.on_blocks(*change)
         self.hub.flush()
         if is_news:
             self.hub.tell_load()  # what an abort or a fence freed is seen at once, though no step follows

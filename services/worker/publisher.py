@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from kvstore.errors import IndexUnavailable
-from kvstore.index.base import BlockIndex, WorkerRecord
+from kvstore.index.base import BlockIndex, Tier, WorkerRecord
 from services.protocol.proto import worker_pb2
 
 BATCH_S = 0.05
@@ -20,6 +21,25 @@ NAMES_PER_BATCH = 4096
 RETRY_S = 1.0
 
 _log = logging.getLogger("pdray.worker.publisher")
+
+
+@dataclass(slots=True)
+class _Held:
+    """Names in one tier, oldest first (parents come before children), and what of them is not told yet."""
+
+    names: dict[bytes, None] = field(default_factory=dict)
+    stored: dict[bytes, None] = field(default_factory=dict)
+    removed: dict[bytes, None] = field(default_factory=dict)
+
+    def note(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        for name in removed:
+            self.names.pop(name, None)
+            if self.stored.pop(name, 0) == 0:
+                self.removed[name] = None
+        for name in stored:
+            self.names[name] = None
+            self.removed.pop(name, None)
+            self.stored[name] = None
 
 
 class Publisher:
@@ -36,9 +56,7 @@ class Publisher:
         self._registration = registration
         self._load = load
         self._heartbeat_s = heartbeat_s
-        self._names: dict[bytes, None] = {}  # held now, oldest first: parents come before children
-        self._stored: dict[bytes, None] = {}
-        self._removed: dict[bytes, None] = {}
+        self._held: dict[int, _Held] = {}  # by tier
         self._wake = asyncio.Event()
         self._republish = True
         self._announced_s = -1e9
@@ -48,17 +66,13 @@ class Publisher:
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name="index-publisher")
 
-    def note(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
-        """Blocks that this step made findable, and those it evicted."""
-        for name in removed:
-            self._names.pop(name, None)
-            if self._stored.pop(name, 0) == 0:
-                self._removed[name] = None
-        for name in stored:
-            self._names[name] = None
-            self._removed.pop(name, None)
-            self._stored[name] = None
-        if stored or removed:
+    def note(
+        self, stored: Sequence[bytes], removed: Sequence[bytes], tier: int = Tier.DEVICE, is_lost: bool = False
+    ) -> None:
+        """Blocks that this step made findable in a tier, and those it evicted; ``is_lost``: all it had before."""
+        held = self._held.setdefault(tier, _Held())
+        held.note(stored, [*held.names, *removed] if is_lost else removed)
+        if held.stored or held.removed:
             self._wake.set()
 
     def announce_now(self) -> None:
@@ -106,7 +120,7 @@ class Publisher:
             worker_id=registration.worker_id, epoch=registration.epoch, payload=registration.SerializeToString()
         )
         if not self._republish and not await self._index.holds(registration.worker_id, registration.epoch):
-            self._republish = bool(self._names)
+            self._republish = any(held.names for held in self._held.values())
         await self._index.announce(record, self._load().SerializeToString())
 
     async def _publish(self) -> None:
@@ -114,15 +128,15 @@ class Publisher:
         worker_id, epoch = registration.worker_id, registration.epoch
         if self._republish:
             await self._index.clear(worker_id, epoch)
-            self._stored, self._removed = dict(self._names), {}
+            for held in self._held.values():
+                held.stored, held.removed = dict(held.names), {}
             self._republish = False
-        stored, removed = list(self._stored), list(self._removed)
-        self._stored, self._removed = {}, {}
-        if not stored and not removed:
-            return
-        for start in range(0, max(len(stored), len(removed)), NAMES_PER_BATCH):
-            piece = slice(start, start + NAMES_PER_BATCH)
-            await self._index.publish(worker_id, epoch, stored[piece], removed[piece])
+        for tier, held in sorted(self._held.items()):
+            stored, removed = list(held.stored), list(held.removed)
+            held.stored, held.removed = {}, {}
+            for start in range(0, max(len(stored), len(removed)), NAMES_PER_BATCH):
+                piece = slice(start, start + NAMES_PER_BATCH)
+                await self._index.publish(worker_id, epoch, stored[piece], removed[piece], tier)
 
     def _set_up(self, up: bool, reason: str = "") -> None:
         if up != self.up:

@@ -166,7 +166,7 @@ class WorkerRuntime:
         if "://" in c.redis.url:
             from kvstore.index.redis import RedisIndex
 
-            index = RedisIndex(c.redis.url, c.redis.namespace, c.redis.ttl_s)
+            index = RedisIndex(c.redis.address, c.redis.namespace, c.redis.ttl_s)
             self._publisher = Publisher(index, lambda: self.registration, self._core.load, c.redis.heartbeat_s)
             self._core.on_blocks = self._publisher.note
             self._publisher.start()

@@ -36,6 +36,11 @@ PURE = (
     "services/engine/budget.py",
     "services/router/bookings.py",
     "services/router/policy.py",
+    "services/router/policy_cost.py",
+    "services/router/policy_rivals.py",
+    "services/router/loads.py",
+    "services/replay/prefill.py",
+    "services/replay/decode.py",
     "services/start/shares.py",
 )
 """Policies: a snapshot in, a choice out. Those that exist are checked; the four of the design must exist."""

@@ -25,6 +25,7 @@ LONG_FILES = {"services/config.py": 400}  # one dataclass for each section, each
 WIDE_FUNCTIONS = {
     "services/cli.py:serve",  # typer: one parameter for each option
     "services/cli.py:prepare",
+    "services/cli.py:replay",
     "services/engine/child.py:child_config",  # keyword-only: the fields of one message
 }
 

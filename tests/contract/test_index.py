@@ -19,6 +19,7 @@ from kvstore.index.base import (
     BlockIndex,
     EventBatch,
     Snapshot,
+    Tier,
     WorkerRecord,
     split_names,
 )
@@ -344,3 +345,15 @@ async def test_time_to_live_counts_from_the_last_announce() -> None:
     now_s[0] = 37.1
     assert await index.workers() == []
     assert not await index.holds(*ME)
+
+
+async def test_tiers_are_told_apart_in_batches_and_snapshots(make_index: MakeIndex) -> None:
+    index = make_index()
+    await index.publish(*ME, names(1, 2), [])
+    await index.publish(*ME, names(1, 2, 3), [], tier=Tier.HOST)
+    await index.publish(*ME, [], names(2))
+    await index.publish(*ME, names(4), names(3), tier=Tier.HOST)
+    assert [(b.seq, b.tier) for b in await read_all(index, ME)] == [(1, 0), (2, 1), (3, 0), (4, 1)]
+    assert await make_index().snapshot(*ME) == Snapshot(4, frozenset(names(1)), {Tier.HOST: frozenset(names(1, 2, 4))})
+    await index.clear(*ME)
+    assert await index.snapshot(*ME) == Snapshot(5, frozenset())

@@ -12,6 +12,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
+import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +20,8 @@ from redis.asyncio import Redis
 
 from kvstore.errors import IndexUnavailable
 from kvstore.index import embedded
-from kvstore.index.base import EventBatch, Snapshot, WorkerRecord
+from kvstore.index import redis as redis_index
+from kvstore.index.base import EventBatch, Snapshot, SnapshotRefused, Tier, WorkerRecord
 from kvstore.index.embedded import EmbeddedValkey
 from kvstore.index.payload import PayloadError, pack_batch, unpack_batch
 from kvstore.index.redis import RedisIndex
@@ -323,10 +325,10 @@ async def test_the_embedded_server_dies_with_its_parent(tmp_path: Path) -> None:
 packed_names = st.lists(st.binary(min_size=16, max_size=16), max_size=5)
 
 
-@given(packed_names, packed_names, st.booleans())
-def test_a_batch_survives_packing(stored: list[bytes], removed: list[bytes], cleared: bool) -> None:
-    packed = pack_batch(stored, removed, cleared=cleared)
-    assert unpack_batch(packed) == (cleared, tuple(stored), tuple(removed))
+@given(packed_names, packed_names, st.booleans(), st.integers(0, 15))
+def test_a_batch_survives_packing(stored: list[bytes], removed: list[bytes], cleared: bool, tier: int) -> None:
+    packed = pack_batch(stored, removed, cleared=cleared, tier=tier)
+    assert unpack_batch(packed) == (cleared, tuple(stored), tuple(removed), tier)
     for cut in itertools.chain(range(len(packed))):
         with pytest.raises(PayloadError):
             unpack_batch(packed[:cut])
@@ -335,8 +337,40 @@ def test_a_batch_survives_packing(stored: list[bytes], removed: list[bytes], cle
 @given(st.binary(max_size=60))
 def test_any_bytes_are_a_batch_or_an_error(data: bytes) -> None:
     try:
-        cleared, stored, removed = unpack_batch(data)
+        cleared, stored, removed, tier = unpack_batch(data)
     except PayloadError:
         return
     assert isinstance(cleared, bool)
     assert all(len(name) == 16 for name in stored + removed)
+    assert 0 <= tier < 16
+
+
+def test_batches_of_this_version_and_the_one_before_are_read_and_the_oldest_that_can_say_it_is_written() -> None:
+    before = msgpack.packb([1, False, A + B, C])
+    assert unpack_batch(before) == (False, (A, B), (C,), 0)
+    assert pack_batch([A, B], [C]) == before
+    assert msgpack.unpackb(pack_batch([A], [], tier=1)) == [2, False, A, b"", 1]
+    for later in (
+        [3, False, A, b"", 1],
+        [3, False, A, b""],
+        [2, False, A, b""],
+        [1, False, A, b"", 1],
+        [2, False, A, b"", 16],
+    ):
+        with pytest.raises(PayloadError):
+            unpack_batch(msgpack.packb(later))
+
+
+async def test_a_set_too_large_for_one_answer_is_read_in_pages(
+    index: RedisIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_index, "PAGED_SNAPSHOT_NAMES", 100)
+    monkeypatch.setattr(redis_index, "PAGE_NAMES", 30)
+    held = [number.to_bytes(16, "big") for number in range(1000)]
+    await index.publish(*ME, held, [])
+    await index.publish(*ME, held[:300], [], tier=Tier.DISK)
+    assert await index.snapshot(*ME) == Snapshot(2, frozenset(held), {Tier.DISK: frozenset(held[:300])})
+    monkeypatch.setattr(redis_index, "MAX_SNAPSHOT_NAMES", 200)
+    with pytest.raises(SnapshotRefused, match="a snapshot reads 200"):
+        await index.snapshot(*ME)
+    assert await index.ping()

@@ -42,3 +42,20 @@ def test_the_cost_of_planning_a_step_is_reported_for_each_policy() -> None:
         for row in result[policy].values():
             assert 0 < row["p10_ms"] <= row["median_ms"] <= row["p99_ms"]
             assert row["running"] <= 16
+
+
+def test_the_cost_of_a_decision_is_reported_by_prompt_workers_and_blocks() -> None:
+    result = run("decision_time", "--blocks", "20000", "--repeats", "3")
+    assert not result["torch_loaded"]
+    assert {(r["workers"], r["prompt_blocks"]) for r in result["rows"]} >= {(4, 10_000), (64, 100), (64, 10_000)}
+    for row in result["rows"]:
+        assert 0 < row["depth_ms"]["p50"] <= row["decision_ms"]["p50"] <= row["decision_ms"]["p99"]
+    assert result["memory"]["bytes_per_block"] > 8
+
+
+@pytest.mark.slow
+def test_the_stores_failures_cost_no_request() -> None:
+    result = run("index_outage", "--seconds", "3", "--per-s", "20")
+    for name in ("whole", "flushed", "slow", "gone", "back"):
+        assert (result[name]["failed"], result[name]["answered"]) == (0, 60), name
+    assert result["back"]["whole_after_heartbeats"] is not None

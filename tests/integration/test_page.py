@@ -94,7 +94,7 @@ async def test_a_second_message_carries_the_first_answer_along(core: FakeCore) -
         await page.until("!!document.querySelector('.answer:not(.live) .facts')")
         await page.type("two")
         await page.until("document.querySelectorAll('.answer:not(.live) .facts').length === 2")
-        assert await fronts.inference._front.text.decode(core.flow.requests[1].prompt_ids) == (
+        assert await fronts.front.text.decode(core.flow.requests[1].prompt_ids) == (
             "user\none\nassistant\nfirst\nuser\ntwo\nassistant\n"
         )
         assert page.problems == []

@@ -8,6 +8,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from kvstore.index.base import Tier
+from kvstore.index.embedded import EmbeddedValkey
+from kvstore.index.redis import RedisIndex
 from tests.integration.rig import Cluster
 
 
@@ -48,3 +51,34 @@ async def test_an_evicted_prompt_is_loaded_counted_and_answered_alike(
         assert f'source="{tier}",worker="prefill-0"}} {float(loaded)}' in text
     finally:
         await cluster.stop()
+
+
+@pytest.mark.slow
+async def test_what_the_host_tier_keeps_is_published_beside_what_the_device_has(
+    tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    server = EmbeddedValkey()
+    url = await server.start(tmp_path / "valkey")
+    settings = {
+        "transfer.transport": "tcp",
+        "engine.num_blocks": 40,
+        "tier.connector": "host",
+        "tier.host_bytes": 64 << 20,
+        "redis.heartbeat_s": 1.0,
+    }
+    cluster = await Cluster(tmp_path, tiny_model_folder, settings=settings, redis_url=url).start()
+    index = RedisIndex(url, "default", 15.0)
+    try:
+        for seed in (1, 2):
+            await asyncio.to_thread(cluster.complete, prompt(seed))
+        (record,) = [r for r in await index.workers() if r.worker_id == "prefill-0"]
+        async with asyncio.timeout(20):
+            while len((seen := await index.snapshot(record.worker_id, record.epoch)).lower.get(Tier.HOST, ())) < 62:
+                await asyncio.sleep(0.05)
+        assert len(seen.lower[Tier.HOST]) == 62  # 31 full blocks of each prompt
+        assert len(seen.names) <= 40
+        assert seen.names < seen.lower[Tier.HOST]
+    finally:
+        await index.close()
+        await cluster.stop()
+        await server.stop()

@@ -15,7 +15,7 @@ from kvstore.blocks import block_names
 from services.protocol.proto import worker_pb2
 from services.router.bookings import Booking, Bookings
 from services.router.member import WorkerState
-from services.router.policy import PRESSURE_STEPS, Fabric, Prompt, Worker, choose, uncached_tokens
+from services.router.policy import DELAY, POLICIES, PRESSURE_STEPS, Fabric, Prompt, Worker, choose, uncached_tokens
 from services.router.view import View
 from tests.fake_worker import fingerprint
 
@@ -57,7 +57,13 @@ fabrics = st.builds(
 )
 
 
-def naive_cost(prompt: Prompt, p: Worker, d: Worker, fabric: Fabric) -> float:
+def crowd_of(workers: list[Worker], prompt: Prompt) -> float:
+    """Prompts on a prefill worker that could take this one, on average."""
+    firsts = {p.worker_id: p for p, _ in naive_options(prompt, workers) if p.role == "prefill"}
+    return sum(p.active_sequences for p in firsts.values()) / len(firsts) if firsts else 0.0
+
+
+def naive_cost(prompt: Prompt, p: Worker, d: Worker, fabric: Fabric, crowd: float) -> float:
     """The formula of the module, term by term, in seconds and then ms."""
     full = (prompt.num_tokens - 1) // prompt.block_size
     compute_s = (prompt.num_tokens - min(full, p.cached_blocks) * prompt.block_size) / p.prefill_tokens_per_s
@@ -71,6 +77,7 @@ def naive_cost(prompt: Prompt, p: Worker, d: Worker, fabric: Fabric) -> float:
     if blocks > d.free_blocks:
         steps = (blocks - d.free_blocks) * prompt.block_size / max(1, d.active_sequences)
         cost_s += steps * d.step_ms / 1000
+    cost_s += DELAY * crowd * compute_s
     return 1000 * cost_s + d.active_sequences * d.step_ms * PRESSURE_STEPS
 
 
@@ -95,7 +102,8 @@ def test_the_choice_is_the_cheapest_of_all_options_in_any_order(
         return
     assert decision is not None
     assert decision.considered == len(options)
-    costs = {(p.worker_id, "" if p is d else d.worker_id): naive_cost(prompt, p, d, fabric) for p, d in options}
+    crowd = crowd_of(workers, prompt)
+    costs = {(p.worker_id, "" if p is d else d.worker_id): naive_cost(prompt, p, d, fabric, crowd) for p, d in options}
     chosen = decision.choice
     assert chosen.terms.cost_ms == pytest.approx(costs[chosen.prefill_id, chosen.decode_id], rel=1e-6, abs=1e-6)
     assert costs[chosen.prefill_id, chosen.decode_id] <= min(costs.values()) * (1 + 1e-9) + 1e-6
@@ -103,7 +111,7 @@ def test_the_choice_is_the_cheapest_of_all_options_in_any_order(
     assert choose("cost", prompt, workers, fabric) == decision
 
 
-def cost_with_pull(prompt: Prompt, p: Worker, d: Worker, holder: Worker, fabric: Fabric) -> float:
+def cost_with_pull(prompt: Prompt, p: Worker, d: Worker, holder: Worker, fabric: Fabric, crowd: float) -> float:
     """The formula again for a worker that is as deep as the holder, after the time that loading takes."""
     assert fabric.pull_setup_ms is not None
     full = (prompt.num_tokens - 1) // prompt.block_size
@@ -111,7 +119,7 @@ def cost_with_pull(prompt: Prompt, p: Worker, d: Worker, holder: Worker, fabric:
     rate = fabric.measured.get((holder.worker_id, p.worker_id), fabric.default_bytes_per_s)
     load_s = gained * prompt.block_size * prompt.token_bytes / rate
     after = replace(p, cached_blocks=holder.cached_blocks)
-    return fabric.pull_setup_ms + 1000 * load_s + naive_cost(prompt, after, d, fabric)
+    return fabric.pull_setup_ms + 1000 * load_s + naive_cost(prompt, after, d, fabric, crowd)
 
 
 @untimed
@@ -122,12 +130,17 @@ def test_kv_is_loaded_from_whomever_makes_the_choice_cheapest(
     fabric = replace(fabric, pull_setup_ms=setup_ms)
     full = (prompt.num_tokens - 1) // prompt.block_size
     costs: dict[tuple[str, str, str], float] = {}
+    allowed = set()  # loading must be faster than computing, whatever it spares others
+    crowd = crowd_of(workers, prompt)
     for p, d in naive_options(prompt, workers):
         pair = p.worker_id, "" if p is d else d.worker_id
-        costs[*pair, ""] = naive_cost(prompt, p, d, fabric)
+        costs[*pair, ""] = naive_cost(prompt, p, d, fabric, crowd)
+        allowed.add((*pair, ""))
         for holder in workers if p is not d else ():
             if holder is not p and min(full, holder.cached_blocks) > min(full, p.cached_blocks):
-                costs[*pair, holder.worker_id] = cost_with_pull(prompt, p, d, holder, fabric)
+                costs[*pair, holder.worker_id] = cost_with_pull(prompt, p, d, holder, fabric, crowd)
+                if loading_ms(prompt, p, holder, fabric) < computing_ms(prompt, p) * (1 - 1e-9):
+                    allowed.add((*pair, holder.worker_id))
     decision = choose("cost", prompt, workers, fabric)
     assert (decision is None) == (not costs)
     if decision is None:
@@ -135,13 +148,25 @@ def test_kv_is_loaded_from_whomever_makes_the_choice_cheapest(
     chosen = decision.choice
     cost = costs[chosen.prefill_id, chosen.decode_id, chosen.holder_id]
     assert chosen.terms.cost_ms == pytest.approx(cost, rel=1e-6, abs=1e-6)
-    assert cost <= min(costs.values()) * (1 + 1e-9) + 1e-6
+    assert cost <= min(costs[name] for name in allowed) * (1 + 1e-9) + 1e-6
     if chosen.holder_id:  # it is faster than computing, not only cheaper after the hand-off
-        computed_ms = 1000 * uncached_tokens(prompt, prefill_of(workers, chosen.prefill_id).cached_blocks)
-        computed_ms /= prefill_of(workers, chosen.prefill_id).prefill_tokens_per_s
+        computed_ms = computing_ms(prompt, prefill_of(workers, chosen.prefill_id))
         assert chosen.terms.load_ms + chosen.terms.compute_ms < computed_ms
     rng.shuffle(workers)
     assert choose("cost", prompt, workers, fabric) == decision
+
+
+def computing_ms(prompt: Prompt, p: Worker) -> float:
+    return 1000 * uncached_tokens(prompt, p.cached_blocks) / p.prefill_tokens_per_s
+
+
+def loading_ms(prompt: Prompt, p: Worker, holder: Worker, fabric: Fabric) -> float:
+    """Until all KV is there, where the holder's is loaded first."""
+    assert fabric.pull_setup_ms is not None
+    after = uncached_tokens(prompt, holder.cached_blocks)
+    loaded_bytes = (uncached_tokens(prompt, p.cached_blocks) - after) * prompt.token_bytes
+    rate = fabric.measured.get((holder.worker_id, p.worker_id), fabric.default_bytes_per_s)
+    return fabric.pull_setup_ms + 1000 * loaded_bytes / rate + 1000 * after / p.prefill_tokens_per_s
 
 
 def prefill_of(workers: list[Worker], worker_id: str) -> Worker:
@@ -159,11 +184,16 @@ def test_equal_costs_go_to_the_lowest_ids(prompt: Prompt, workers: list[Worker],
 
 
 @untimed
-@given(prompts, clusters(), st.integers(0, 1000))
-def test_every_policy_chooses_a_legal_option(prompt: Prompt, workers: list[Worker], turn: int) -> None:
+@given(prompts, clusters(), st.integers(0, 1000), st.integers(0, 1 << 30))
+def test_every_policy_chooses_a_legal_option_in_any_order_of_workers(
+    prompt: Prompt, workers: list[Worker], turn: int, seed: int
+) -> None:
     legal = {(p.worker_id, "" if p is d else d.worker_id) for p, d in naive_options(prompt, workers)}
-    for policy in ("cost", "round-robin", "least-loaded"):
-        decision = choose(policy, prompt, workers, Fabric(), turn)
+    rng = random.Random(seed)
+    draws = (rng.random(), rng.random(), rng.random(), rng.random())
+    for policy in POLICIES:
+        decision = choose(policy, prompt, workers, Fabric(), turn, draws)
+        assert choose(policy, prompt, rng.sample(workers, len(workers)), Fabric(), turn, draws) == decision
         assert (decision is None) == (not legal)
         if decision is not None:
             assert (decision.choice.prefill_id, decision.choice.decode_id) in legal
@@ -282,3 +312,37 @@ def test_a_burst_with_one_shared_prefix_uses_all_workers_and_a_trickle_stays_on_
         trickle.finish(str(i))
         trickle.now_s += 0.1
     assert max(chosen.values()) >= 0.9 * 40
+
+
+@untimed
+@given(prompts, clusters(), fabrics, st.integers(0, 6), st.data())
+def test_the_cost_of_a_pair_never_falls_when_its_worker_has_more_to_do_or_holds_less(
+    prompt: Prompt, workers: list[Worker], fabric: Fabric, index: int, data: st.DataObject
+) -> None:
+    if index >= len(workers):
+        return
+    before = workers[index]
+    if before.role == "prefill":  # its sequences are the crowd's, which all pairs pay for
+        field, worse = data.draw(st.sampled_from([("queued_tokens", 700), ("cached_blocks", -1)]))
+    else:
+        field, worse = data.draw(
+            st.sampled_from([("queued_tokens", 700), ("cached_blocks", -1), ("active_sequences", 3)])
+        )
+        if field == "active_sequences" and before.free_blocks < prompt.num_blocks:
+            return  # more sequences give blocks back sooner
+    after = replace(before, **{field: max(0, getattr(before, field) + worse)})
+    if field == "cached_blocks" and before.role == "decode":
+        after = replace(after, cached_blocks=0)
+    changed = [after if w is before else w for w in workers]
+    fabric = replace(fabric, default_bytes_per_s=1e6, measured={})
+    crowd = crowd_of(workers, prompt)
+    assert crowd == crowd_of(changed, prompt)
+    was, now = choose("cost", prompt, workers, fabric), choose("cost", prompt, changed, fabric)
+    assert (was is None) == (now is None)
+    if was is None or now is None:
+        return
+    costs = {(c.prefill_id, c.decode_id): c.terms.cost_ms for c in was.candidates}
+    for c in now.candidates:
+        before_ms = costs.get((c.prefill_id, c.decode_id))
+        if before_ms is not None and before.worker_id in (c.prefill_id, c.decode_id):
+            assert c.terms.cost_ms >= before_ms * (1 - 1e-9)

@@ -90,6 +90,7 @@ def test_one_run_each_is_compared_by_its_requests(shift_ms: float, verdict: str)
 def test_failures_are_no_latencies() -> None:
     a, b = with_rows([10.0] * 20), with_rows([10.0] * 20)
     b["requests"].append({"error": "closed", "ttft_ms": 99999.0, "tpot_ms": None, "e2el_ms": None})
+    b["requests"].append({"error": "", "is_cancelled": True, "ttft_ms": 99999.0, "tpot_ms": None, "e2el_ms": None})
     rows = {d.metric: d for d in compare([a], [b]).differences}
     assert rows["mean_ttft_ms"].b == 10
 

@@ -124,7 +124,7 @@ def test_a_trace_takes_no_rate_and_no_empty_cut(trace: str) -> None:
         ["--metric-percentiles", "50,101"],
         ["--extra-body", "[1]"],
         ["--extra-body", "{"],
-        ["--dataset-name", "sharegpt"],
+        ["--dataset-name", "sonnet"],
         ["--random-input", "5"],
         ["--trace-start-s", "inf"],
     ],

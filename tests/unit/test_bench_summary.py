@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvstore.errors import ConfigError
 from services.bench.load.records import Record
-from services.bench.load.report import detailed, json_line
+from services.bench.load.show import detailed, json_line
 from services.bench.load.summary import Conditions, Slo, distribution, summarize
 
 

@@ -17,7 +17,8 @@ from services.protocol.client import AsyncPdrayClient, CallOptions, PdrayClient,
 from services.protocol.errors import ErrorCode, RequestError
 from services.protocol.proto import inference_pb2, inference_pb2_grpc
 from services.router.front import Front
-from services.router.grpc_front import HealthServicer, InferenceServicer
+from services.router.grpc_front import InferenceServicer
+from services.router.grpc_health import HealthServicer
 from services.router.serve import Fronts
 from services.router.types import TokenEvent
 from tests.fronts import FakeCore, failing, hanging, ids_of, make_core, running, saying, tokenizer, until
@@ -113,7 +114,8 @@ async def test_an_error_has_its_status_its_code_and_the_wait(core: FakeCore, fro
                 pass
         assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert await call.details() == "too many"
-        assert dict(await call.trailing_metadata()) == {"pdray-error-code": "overloaded", "retry-after-ms": "250"}
+        trailing = dict(await call.trailing_metadata())
+        assert (trailing["pdray-error-code"], trailing["retry-after-ms"]) == ("overloaded", "250")
     assert core.request_debug(core.flow.requests[0].request_id)["outcome"] == "overloaded"  # type: ignore[index]
 
 

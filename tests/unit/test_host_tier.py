@@ -9,10 +9,14 @@ import pytest
 from kvstore.blocks import block_names, namespace_root
 from kvstore.errors import ConfigError
 from kvstore.geometry import KVGeometry, KVGroup
+from kvstore.index.base import Tier
+from kvstore.pool import BlockPool
 from kvstore.tensors import KVMemory
-from kvstore.tier.base import Prefix, Save
+from kvstore.tier.base import Prefix, Save, Telling
 from kvstore.tier.host import LOAD_BLOCKS, HostTier
 from kvstore.tier.registry import TierOptions
+from services.engine.messages import TierEvents
+from services.engine.tiers import Tiers
 
 SIZE = 4
 GROUP = KVGroup(num_layers=2, num_kv_heads=1, head_dim=8, block_size=SIZE, dtype="float32")
@@ -109,3 +113,37 @@ def test_a_long_load_is_copied_a_piece_at_a_time(memory: KVMemory) -> None:
 def test_memory_for_no_block_is_refused(memory: KVMemory) -> None:
     with pytest.raises(ConfigError, match=f"tier.host_bytes must hold at least one KV block of {BLOCK_BYTES} bytes"):
         HostTier(memory, TierOptions(host_bytes=BLOCK_BYTES - 1))
+
+
+def test_what_it_tells_adds_up_to_what_it_keeps(memory: KVMemory) -> None:
+    tier = make(memory, 8)
+    told: set[bytes] = set()
+    for first in range(6):
+        prefix = chain(first, 1 + first % 4)
+        save(tier, prefix)
+        stored, removed = tier.take_events()
+        told = (told | {*stored}) - {*removed}
+        assert len(told) == tier.stats()["blocks_kept"]
+        assert {*prefix.names} <= told
+    assert isinstance(tier, Telling)
+    assert tier.take_events() == ([], [])
+    tier.close()
+
+
+def test_a_tier_that_fails_is_told_of_as_lost_with_all_it_had(memory: KVMemory) -> None:
+    class Failing(HostTier):
+        def poll(self) -> float | None:
+            raise RuntimeError("no more memory")
+
+    host = Failing(memory, TierOptions(host_bytes=8 * BLOCK_BYTES))
+    tiers = Tiers(BlockPool(64), GROUP.num_layers, host, name="host")
+    assert tiers.take_events() is None
+    prefix = chain(1, 3)
+    save(host, prefix)
+    assert tiers.take_events() == TierEvents(tier=Tier.HOST, stored=tuple(prefix.names))
+    assert tiers.take_events() is None
+    save(host, chain(2, 2))
+    assert tiers.work()  # so that the step loop reports it, though no step follows
+    assert tiers.take_events() == TierEvents(tier=Tier.HOST, is_lost=True)
+    assert not tiers.may_load
+    host.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import shlex
@@ -10,20 +9,19 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from rich.console import Console
 
 from kvstore.errors import ConfigError
+from services.app import AppState
 from services.config import ServeConfig, load
-from services.launch import Signals, Stopped, _store, end_all, last_line, moves_by, not_ready, run
+from services.launch import Signals, Stopped, _store, _wait_ready, end_all, last_line, moves_by, run
 from services.present import example, url
-from services.start.ports import free_port
 from services.start.system import StartError
 
 
@@ -60,34 +58,41 @@ def test_processes_that_end_by_themselves_are_waited_for_and_others_killed() -> 
         assert not psutil.pid_exists(process.pid)
 
 
-@contextlib.contextmanager
-def answering(status: int, body: bytes) -> Iterator[int]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(body)
+class Starting:
+    """A cluster whose router says in turn what it still waits for."""
 
-        def log_message(self, *_: object) -> None:
-            pass
+    def __init__(self, *reasons: str) -> None:
+        self._reasons = list(reasons)
 
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield server.server_port
-        finally:
-            server.shutdown()
-            thread.join()
+    def state(self) -> AppState:
+        return AppState("RUNNING", "", ())
+
+    def router_readiness(self) -> tuple[str, list[dict[str, str]]]:
+        return self._reasons.pop(0), [{"transport": "tcp", "note": ""}]
+
+    def router_ports(self) -> tuple[int, int]:
+        return 1, 2
 
 
-def test_a_router_that_is_not_ready_tells_why() -> None:
-    with answering(200, b"{}") as port:
-        assert not_ready("127.0.0.1", port) == ""
-        assert not_ready("0.0.0.0", port) == ""
-    with answering(503, b"no decode worker is attached") as port:
-        assert not_ready("127.0.0.1", port) == "no decode worker is attached"
-    assert not_ready("127.0.0.1", free_port()) != ""
+def test_a_router_that_is_not_ready_tells_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.launch._POLL_S", 0.0)
+    out = io.StringIO()
+    waiting: Any = Starting("no decode worker is attached", "no decode worker is attached", "")
+    ports, pairs = _wait_ready(waiting, Console(file=out, width=200))
+    assert (ports, moves_by(pairs)) == ((1, 2), "tcp")
+    assert out.getvalue().count("router: no decode worker is attached") == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({}, "curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' -d"),
+        ({"tls.cert_file": "c", "tls.key_file": "k"}, "curl https://127.0.0.1:8000/"),
+        ({"access.keys_file": "k"}, "-H 'Authorization: Bearer KEY'"),
+    ],
+)
+def test_the_example_has_the_scheme_and_the_key_that_are_needed(settings: dict[str, str], told: str) -> None:
+    assert told in example(load(overrides=settings, environ={}), 8000)
 
 
 @pytest.mark.parametrize(

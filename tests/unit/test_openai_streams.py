@@ -14,7 +14,7 @@ import pytest
 
 from kvstore.errors import ConfigError
 from services.protocol.errors import ErrorCode, RequestError
-from services.router import openai_http, sse
+from services.router import sse
 from services.router.serve import PortInUse, serve_fronts
 from services.router.types import TokenEvent
 from tests.fronts import FakeCore, client_of, error_of, events_of, hanging, ids_of, make_core, running, saying, until
@@ -95,14 +95,9 @@ async def test_a_burst_of_leaving_clients_leaves_nothing_behind(core: FakeCore) 
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def impatient(tmp_path: Path) -> FakeCore:
     """Pings at once and all the time."""
-
-    class Impatient(sse.EventStream):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args, first_wait_s=0.01, ping_s=0.01)
-
-    monkeypatch.setattr(openai_http, "EventStream", Impatient)
+    return make_core(tmp_path, router={"first_wait_s": 0.01, "ping_s": 0.01})
 
 
 def gated(gate: asyncio.Event, then: RequestError | None) -> Any:
@@ -115,9 +110,8 @@ def gated(gate: asyncio.Event, then: RequestError | None) -> Any:
     return script
 
 
-@pytest.mark.usefixtures("impatient")
-async def test_a_long_prefill_gets_its_200_and_pings_before_the_first_token(core: FakeCore) -> None:
-    gate = asyncio.Event()
+async def test_a_long_prefill_gets_its_200_and_pings_before_the_first_token(impatient: FakeCore) -> None:
+    gate, core = asyncio.Event(), impatient
     core.flow.script = gated(gate, None)
     async with (
         running(core) as fronts,
@@ -135,9 +129,8 @@ async def test_a_long_prefill_gets_its_200_and_pings_before_the_first_token(core
         assert events_of(received)[-1] == "[DONE]"
 
 
-@pytest.mark.usefixtures("impatient")
-async def test_an_error_after_the_early_200_is_an_error_event(core: FakeCore) -> None:
-    gate = asyncio.Event()
+async def test_an_error_after_the_early_200_is_an_error_event(impatient: FakeCore) -> None:
+    gate, core = asyncio.Event(), impatient
     core.flow.script = gated(gate, RequestError(ErrorCode.DEADLINE_EXCEEDED, "no token in 60 s"))
     async with (
         running(core) as fronts,
@@ -169,7 +162,8 @@ async def test_a_client_that_takes_nothing_is_dropped(core: FakeCore, monkeypatc
 
 
 async def test_probes_and_streams_go_on_while_megabytes_are_tokenized(tmp_path: Path) -> None:
-    core = make_core(tmp_path, model={"max_model_len": 10_000_000}, max_model_len=10_000_000)
+    slow = {"text_s": 60.0}  # a busy machine may need longer for a megabyte than one text has by default
+    core = make_core(tmp_path, model={"max_model_len": 10_000_000}, limits=slow, max_model_len=10_000_000)
     core.flow.script = saying("ten tokens of a stream")
     async with running(core) as fronts, client_of(fronts) as http:
         huge = [asyncio.create_task(http.post(TEXT, json={"prompt": "a" * 800_000, "max_tokens": 1})) for _ in range(2)]

@@ -233,3 +233,53 @@ def test_nothing_is_loaded_over_another_transport_or_by_a_mixed_worker() -> None
 
 def test_a_full_hit_of_the_holder_still_computes_the_last_token() -> None:
     assert pulls(prefill("p0"), decode("d0", cached_blocks=32)) == ("p0", "d0", 31)
+
+
+# --- what a load says, and what of it this router knows already ---
+
+
+def test_hits_of_prompts_that_wait_are_not_in_the_queue_though_loads_count_them() -> None:
+    ledger = Bookings()
+    ledger.book("a", replace(booking(tokens=100), prompt_tokens=1000))
+    ledger.load_came("p0")
+    assert ledger.queued_tokens("p0", 1000) == 100  # the load does not foresee the 900 cached ones
+    assert ledger.queued_tokens("p0", 1600) == 700  # another router's 600
+
+
+def test_what_was_computed_since_the_last_first_token_is_no_longer_queued() -> None:
+    ledger = Bookings()
+    ledger.book("a", replace(booking(tokens=500), prompt_tokens=500))
+    ledger.book("b", replace(booking(tokens=300), prompt_tokens=400))
+    ledger.load_came("p0", 10_000)
+    ledger.load_came("p0", 10_200)
+    assert ledger.queued_tokens("p0", 700) == 600
+    ledger.prefill_done("a")
+    assert ledger.queued_tokens("p0", 700) == 300  # the load is older than the end of a
+    ledger.load_came("p0", 10_500)
+    assert ledger.queued_tokens("p0", 400) == 300
+    ledger.load_came("p0", 20)  # another process took the name
+    assert ledger.queued_tokens("p0", 400) == 300
+
+
+def test_a_hand_off_to_another_reader_queues_nothing() -> None:
+    ledger = Bookings()
+    ledger.book("a", replace(booking(tokens=0), prompt_tokens=1000))
+    ledger.load_came("p0")
+    assert ledger.queued_tokens("p0", 700) == 700
+    ledger.cancel("a")
+    assert ledger.queued_tokens("p0", 700) == 700
+
+
+# --- what computing costs others ---
+
+
+def test_a_busy_cluster_pays_some_waiting_for_a_hit_that_an_idle_one_would_not() -> None:
+    cold, warm = prefill("p0"), prefill("p1", cached_blocks=10, queued_tokens=200)  # 200 ms to wait, 160 to compute
+    assert pick(cold, warm, decode("d0")) == "p0>d0"
+    assert pick(replace(cold, active_sequences=3), replace(warm, active_sequences=1), decode("d0")) == "p1>d0"
+
+
+def test_delay_is_priced_by_the_crowd_of_all_prefill_workers() -> None:
+    decision = choose("cost", PROMPT, [prefill("p0", active_sequences=3), prefill("p1"), decode("d0")], FAST)
+    assert decision is not None
+    assert [c.terms.delay_ms for c in decision.candidates] == [pytest.approx(0.5 * 1.5 * 512)] * 2

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvstore.blocks import block_names
 from kvstore.errors import IndexUnavailable
-from kvstore.index.base import WorkerRecord
+from kvstore.index.base import Snapshot, SnapshotRefused, Tier, WorkerRecord
 from kvstore.index.memory import MemoryIndex
 from services.protocol.errors import ErrorCode
 from services.protocol.proto import worker_pb2
@@ -187,6 +187,66 @@ async def test_what_an_unreachable_index_said_last_stays_until_it_is_back(view: 
     assert depth(view, "p0") == 6
 
 
+async def test_beyond_the_bound_the_worker_chosen_longest_ago_is_forgotten_until_there_is_room(
+    view: View, clock: Clock
+) -> None:
+    store = Store(view, clock)
+    store.feed = Feed(store.index, view, store.metrics, clock, max_blocks=12)
+    for worker_id, names in (("p0", NAMES), ("p1", OTHER)):
+        join(view, worker_id)
+        await store.announce(worker_id)
+        await store.index.publish(worker_id, "e1", names[:8], [])
+    view.routed({"p1"}, OTHER[:1])
+    await store.feed.step()
+    clock.now_s += SPECULATIVE_S + 0.1
+    assert (depth(view, "p0"), depth(view, "p1", OTHER)) == (0, 8)
+    sample = store.metrics.registry.get_sample_value
+    assert (sample("pdray_view_blocks"), sample("pdray_view_forgotten_blocks_total")) == (8, 8)
+    await store.publish(NAMES[8:])
+    await store.feed.step()
+    clock.now_s += RECHECK_S + 1
+    await store.feed.step()
+    assert depth(view, "p0") == 0
+    await store.index.clear("p1", "e1")
+    await store.feed.step()
+    await store.feed.step()
+    assert (depth(view, "p0"), depth(view, "p1", OTHER)) == (10, 0)
+
+
+async def test_a_set_that_cannot_be_read_costs_the_hits_of_its_own_worker_only(view: View, clock: Clock) -> None:
+    class Refusing(MemoryIndex):
+        async def snapshot(self, worker_id: str, epoch: str) -> Snapshot:
+            if worker_id == "p0":
+                raise SnapshotRefused("too large")
+            return await super().snapshot(worker_id, epoch)
+
+    store = Store(view, clock)
+    index = Refusing(ttl_s=1e9)
+    feed = Feed(index, view, store.metrics, clock)
+    for worker_id in ("p0", "p1"):
+        join(view, worker_id)
+        await index.publish(worker_id, "e1", NAMES, [])
+    await feed.step()
+    await feed.step()
+    assert (depth(view, "p0"), depth(view, "p1")) == (0, 10)
+    assert store.metrics.registry.get_sample_value("pdray_index_ignored_total") == 1
+
+
+async def test_the_policy_sees_what_lower_tiers_could_load(view: View, clock: Clock) -> None:
+    store = Store(view, clock)
+    join(view, "p0")
+    await store.announce()
+    await store.publish(NAMES[:2])
+    await store.index.publish("p0", "e1", NAMES[:7], [], tier=Tier.HOST)
+    await store.feed.step()
+    (worker,) = view.candidates(NAMES)
+    assert (worker.cached_blocks, worker.tier_blocks) == (2, {"host": 7})
+    await store.index.publish("p0", "e1", [], NAMES[4:7], tier=Tier.HOST)
+    await store.feed.step()
+    assert view.candidates(NAMES)[0].tier_blocks == {"host": 4}
+    assert view.candidates(NAMES[:2])[0].tier_blocks == {}
+
+
 async def test_only_attached_workers_are_read(view: View, clock: Clock) -> None:
     store = Store(view, clock)
     join(view, "p0")
@@ -247,6 +307,7 @@ def test_depth_by_bisection_equals_a_scan_and_expectations_stay_prefix_closed(
     chains = [block_names([i] * 16 * 8, 16, bytes(16)) for i in range(3)]
     chains.append([*chains[0][:4], *block_names([9] * 16 * 4, 16, bytes(16))])  # shares four blocks with chain 0
     residency, now, held, seq = Residency(1000), 0.0, set[bytes](), 0
+    expected: dict[bytes, float] = {}
     residency.reset(0, [])
     for chain, length, wait, is_event in steps:
         now += wait
@@ -254,11 +315,14 @@ def test_depth_by_bisection_equals_a_scan_and_expectations_stay_prefix_closed(
             seq += 1
             stored = chains[chain][:length]
             held.update(stored)
+            for name in stored:
+                expected.pop(name, None)
             assert residency.apply(seq, stored, [])
         else:
             residency.expect(chains[chain][:length], now)
+            expected |= {name: now + SPECULATIVE_S for name in chains[chain][:length] if name not in held}
         for names in chains:
-            there = [n in held or residency._expected.get(n, 0.0) > now for n in names]
+            there = [n in held or expected.get(n, 0.0) > now for n in names]
             assert sorted(there, reverse=True) == there
             assert residency.depth(names, now) == sum(there)
 

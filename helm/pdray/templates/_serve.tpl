@@ -39,6 +39,7 @@ grpc_options:
   port: 9001
   grpc_servicer_functions:
     - services.protocol.proto.inference_pb2_grpc.add_InferenceServicer_to_server
+    - services.protocol.proto.open_inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server
     - grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server
 applications:
   - name: pdray

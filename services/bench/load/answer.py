@@ -46,8 +46,9 @@ class EventLines:
 class Answer:
     """What one streamed answer has said so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_text: bool = False) -> None:
         self._lines = EventLines()
+        self._kept: list[str] | None = [] if keeps_text else None
         self.first_s: float | None = None
         self.last_s: float | None = None
         self.chunks = 0
@@ -87,6 +88,11 @@ class Answer:
         return _whole(self.usage.get(name))
 
     @property
+    def text(self) -> str:
+        """What it said so far; "" unless it keeps it."""
+        return "".join(self._kept or ())
+
+    @property
     def cached_tokens(self) -> int | None:
         details = self.usage.get("prompt_tokens_details")
         return _whole(details.get("cached_tokens")) if isinstance(details, dict) else None
@@ -110,8 +116,10 @@ class Answer:
 
     def _choice(self, choice: dict[str, Any], at_s: float) -> None:
         self.last_s = at_s
-        if _text(choice):
+        if said := _text(choice):
             self.chunks += 1
+            if self._kept is not None:
+                self._kept.append(str(said))
             if self._text_s is None:
                 self.first_s = at_s
             else:

@@ -148,7 +148,8 @@ def _over_requests(
     values: list[float] = []
     spread: list[Floats] = []
     for runs in sides:
-        rows = [row for run in runs for row in run["requests"] if not row["error"] and row[key] is not None]
+        ended = [r for run in runs for r in run["requests"] if not r["error"] and not r.get("is_cancelled")]
+        rows = [row for row in ended if row[key] is not None]
         if not rows:
             return None
         seen = np.array([row[key] for row in rows], dtype=np.float64)

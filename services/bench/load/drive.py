@@ -5,20 +5,23 @@
     closed loop:  user free ─► send                                           the server decides
 
 In the open loop the wait for a slot is part of the latency. A closed loop shows no overload: its users wait politely.
+In either, the next turn of a conversation is due a time to think after the answer before it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from services.bench.load.client import Job, OnRecord
+from services.bench.load.client import OnRecord
 from services.bench.load.http import Clock
+from services.bench.load.job import Job, every
 from services.bench.load.records import Record
 
 HEARTBEAT_S = 0.02
+SKIPPED = "skipped: a turn before it failed"
 
 
 class Sends(Protocol):
@@ -51,13 +54,12 @@ async def open_loop(jobs: Sequence[Job], client: Sends, max_concurrency: int | N
     slots = asyncio.Semaphore(max_concurrency) if max_concurrency else None
     start_s = client.clock()
 
-    async def one(job: Job, due_s: float) -> None:
+    async def send(job: Job, due_s: float) -> Record:
         if slots is None:
-            on_record(await client.send(job, due_s, due_s))
-            return
+            return await client.send(job, due_s, due_s)
         has_to_wait = slots.locked()
         async with slots:
-            on_record(await client.send(job, due_s, None if has_to_wait else due_s))
+            return await client.send(job, due_s, None if has_to_wait else due_s)
 
     async with asyncio.TaskGroup() as group:
         for job in jobs:
@@ -66,22 +68,42 @@ async def open_loop(jobs: Sequence[Job], client: Sends, max_concurrency: int | N
             client.encode(job)
             due_s = start_s + job.at_s
             await _until(due_s, client.clock)
-            group.create_task(one(job, due_s))
+            group.create_task(_turns(job, due_s, client, send, on_record))
 
 
 async def closed_loop(jobs: Sequence[Job], client: Sends, users: int, on_record: OnRecord) -> None:
     """``users`` at a time, each sending its next job when its last one has ended."""
     waiting: Iterator[Job] = iter(jobs)
 
+    async def send(job: Job, due_s: float) -> Record:
+        return await client.send(job, due_s, due_s)
+
     async def user() -> None:
         for job in waiting:
             client.encode(job)
-            due_s = client.clock()
-            on_record(await client.send(job, due_s, due_s))
+            await _turns(job, client.clock(), client, send, on_record)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(min(users, len(jobs))):
             group.create_task(user())
+
+
+async def _turns(
+    job: Job, due_s: float, client: Sends, send: Callable[[Job, float], Awaitable[Record]], on_record: OnRecord
+) -> None:
+    """A request and those that follow it; where one fails, the rest of its conversation has failed too."""
+    record = await send(job, due_s)
+    on_record(record)
+    while job.then is not None and not record.error:
+        job = job.then
+        client.encode(job)
+        due_s = record.done_s + job.think_s
+        await _until(due_s, client.clock)
+        record = await send(job, due_s)
+        on_record(record)
+    for left in every([job.then] if job.then is not None else []):
+        now_s = client.clock()
+        on_record(Record(index=left.index, due_s=now_s, sent_s=now_s, done_s=now_s, error=SKIPPED, tenant=left.tenant))
 
 
 async def _until(due_s: float, clock: Clock) -> None:

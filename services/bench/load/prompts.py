@@ -6,6 +6,7 @@ unrelated tokens. A recipe becomes token ids, or text of common words where a se
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -66,6 +67,12 @@ def token_ids(prompt: Prompt, ids: IdRange) -> list[int]:
 def text(prompt: Prompt) -> str:
     """The prompt as common words, one for each token; a tokenizer may count some words differently."""
     return " ".join(WORDS[i % len(WORDS)] for i in token_ids(prompt, IdRange(0, len(WORDS))))
+
+
+def segment_of(said: str, num_tokens: int) -> Segment:
+    """Stands for a text that is sent as it is: equal texts have equal keys."""
+    digest = hashlib.blake2b(said.encode(), digest_size=16).digest()
+    return Segment(tuple(int.from_bytes(digest[i : i + 4], "little") for i in range(0, 16, 4)), num_tokens)
 
 
 def _numbers(segment: Segment) -> NDArray[np.int64]:

@@ -22,12 +22,15 @@ class Record:
     input_tokens: int | None = None  # this and the next two from the server's usage
     output_tokens: int | None = None
     cached_tokens: int | None = None
-    error: str = ""  # "" is a success; else `kind: what was seen`
+    error: str = ""  # "" is no failure; else `kind: what was seen`
+    is_cancelled: bool = False  # the client hung up as planned: neither a success nor a failure
     answer_id: str = ""
+    tenant: str = ""
 
     @property
     def ok(self) -> bool:
-        return not self.error
+        """A success: answered to its end, without an error."""
+        return not self.error and not self.is_cancelled
 
     @property
     def error_kind(self) -> str:

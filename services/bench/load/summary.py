@@ -19,6 +19,7 @@ from services.bench.load.records import Record
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
+NO_SUCCESS = "no request succeeded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +93,9 @@ def summarize(records: Sequence[Record], conditions: Conditions) -> dict[str, An
     result: dict[str, Any] = {
         "duration": round(duration_s, 6),
         "completed": len(good),
-        "failed": len(records) - len(good),
-        "errors": dict(Counter(r.error_kind for r in records if not r.ok)),
+        "failed": sum(bool(r.error) for r in records),
+        "cancelled": sum(r.is_cancelled for r in records),
+        "errors": dict(Counter(r.error_kind for r in records if r.error)),
         **tokens,
         "request_throughput": _rate(len(good), duration_s),
         "request_goodput": None,
@@ -101,18 +103,40 @@ def summarize(records: Sequence[Record], conditions: Conditions) -> dict[str, An
         "total_token_throughput": _rate(tokens["total_input_tokens"] + tokens["total_output_tokens"], duration_s),
     }
     if conditions.slo is not None:
-        result["request_goodput"] = _rate(sum(conditions.slo.is_kept(r) for r in records), duration_s)
+        kept = sum(conditions.slo.is_kept(r) for r in records)
+        judged = sum(not r.is_cancelled for r in records)
+        result["request_goodput"] = _rate(kept, duration_s)
+        result["goodput_share"] = round(kept / judged, 6) if judged else None
         result["goodput_slo_ms"] = dict(conditions.slo.bounds_ms)
     for name, values in latencies(records).items():
         for key, value in distribution(values, conditions.percentiles).items():
             result[f"{key}_{name}_ms"] = value
     chunks = sum(r.chunks for r in good)
     result["tokens_per_chunk"] = round(tokens["total_output_tokens"] / chunks, 3) if chunks else None
+    if tenants := sorted({r.tenant for r in records} - {""}):
+        result["tenants"] = {name: _tenant([r for r in records if r.tenant == name], conditions) for name in tenants}
     result |= _client(records, conditions)
     result |= _cache(good, conditions)
     result["invalid_reasons"] = _invalid(result, good, conditions)
     result["valid"] = not result["invalid_reasons"]
     return result
+
+
+def _tenant(records: Sequence[Record], conditions: Conditions) -> dict[str, Any]:
+    """One tenant's part of a run: what tells whether it got its share."""
+    good = [r for r in records if r.ok]
+    of_each = latencies(good)
+    return {
+        "completed": len(good),
+        "failed": sum(bool(r.error) for r in records),
+        **_tokens(good),
+        "good_requests": None if conditions.slo is None else sum(conditions.slo.is_kept(r) for r in records),
+        **{
+            f"{key}_{name}_ms": value
+            for name in GOODPUT_METRICS
+            for key, value in distribution(of_each[name], conditions.percentiles).items()
+        },
+    }
 
 
 def _tokens(good: Sequence[Record]) -> dict[str, int]:
@@ -158,7 +182,7 @@ def _invalid(result: Mapping[str, Any], good: Sequence[Record], conditions: Cond
     if conditions.is_interrupted:
         reasons.append("the run was interrupted")
     if not good:
-        reasons.append("no request succeeded")
+        reasons.append(NO_SUCCESS)
     for key, what in (("p99_client_lag_ms", "sent requests"), ("p99_client_loop_lag_ms", "read answers")):
         lag_ms = result[key]
         if lag_ms is not None and lag_ms > conditions.max_lag_ms:

@@ -1,5 +1,5 @@
-"""Replay of recorded traffic in Mooncake's form: JSON lines with ``timestamp`` (ms), ``input_length``,
-``output_length`` and ``hash_ids``, one id for each block of 512 prompt tokens; equal ids are equal blocks.
+"""Replay of recorded traffic. Mooncake's form: JSON lines with ``timestamp`` (ms), ``input_length``, ``output_length``
+and ``hash_ids``, one id for each block of 512 prompt tokens; equal ids are equal blocks. CSV: see `trace_forms`.
 """
 
 from __future__ import annotations
@@ -12,19 +12,15 @@ from typing import Any
 
 from kvstore.errors import ConfigError
 from services.bench.load.prompts import Prompt, Segment
+from services.bench.load.trace_forms import AZURE, BURSTGPT, form_of, read_csv
+from services.bench.load.trace_line import TraceLine as TraceLine
 from services.bench.load.workloads import Item
 
+MOONCAKE, AUTO = "mooncake", "auto"
+FORMS = (AUTO, MOONCAKE, AZURE, BURSTGPT)
 BLOCK_TOKENS = 512
 _BLOCK, _TAIL = 3, 4
 """First number of a segment's key after the seed: a named block, and tokens past the last name."""
-
-
-@dataclass(frozen=True, slots=True)
-class TraceLine:
-    at_s: float
-    input_tokens: int
-    output_tokens: int
-    blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,17 +65,21 @@ class Replay:
         return tuple(segments)
 
 
-def read_trace(path: Path) -> list[TraceLine]:
-    """All lines of a trace.
+def read_trace(path: Path, form: str = AUTO) -> list[TraceLine]:
+    """All requests of a trace; ``auto`` tells its form by the first line.
 
     Raises:
-        ConfigError: the file cannot be read, or a line is not of Mooncake's form; the message has its number.
+        ConfigError: the file cannot be read, or a line is not of its form; the message has its number.
     """
     try:
-        rows = path.read_text(encoding="utf-8").split("\n")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigError(f"--dataset-path {path}: {exc}") from None
-    lines = [_line(row, f"{path}:{i + 1}") for i, row in enumerate(rows) if row.strip()]
+    kind = (form_of(text) or MOONCAKE) if form == AUTO else form
+    if kind == MOONCAKE:
+        lines = [_line(row, f"{path}:{i + 1}") for i, row in enumerate(text.split("\n")) if row.strip()]
+    else:
+        lines = read_csv(text, kind, str(path))
     if not lines:
         raise ConfigError(f"--dataset-path {path} holds no requests")
     return lines

@@ -16,29 +16,45 @@ _PREFIX, _OWN = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class Item:
+    """One request. ``text``, where there is one, is what is sent; the prompt then only says how long it is."""
+
     prompt: Prompt
     output_tokens: int
+    text: str = ""
+    context_tokens: int = 0  # of the turns before it, as planned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomLengths:
-    """Unrelated prompts. Lengths are uniform within ``range_ratio`` of their means; a prefix may be common to all."""
+    """Unrelated prompts. Lengths are uniform within ``range_ratio`` of their means; a prefix may be common to all.
+
+    ``long_share`` of them, drawn by the seed, have ``long_tokens`` instead.
+    """
 
     input_tokens: int = 1024
     output_tokens: int = 128
     range_ratio: float = 0.0
     prefix_tokens: int = 0
+    long_share: float = 0.0
+    long_tokens: int = 1500
 
     def __post_init__(self) -> None:
         if self.input_tokens < 1 or self.output_tokens < 1 or self.prefix_tokens < 0:
             raise ConfigError("--random-input-len and --random-output-len must be at least 1, the prefix at least 0")
         if not 0 <= self.range_ratio < 1:
             raise ConfigError(f"--random-range-ratio must be from 0 to below 1, got {self.range_ratio}")
+        if not 0 <= self.long_share <= 1 or self.long_tokens < 1:
+            raise ConfigError(
+                f"--random-long-share must be from 0 to 1 and --random-long-len at least 1, "
+                f"got {self.long_share} and {self.long_tokens}"
+            )
 
     def items(self, count: int, seed: int) -> list[Item]:
         rng = np.random.default_rng((seed, 0))
         inputs = self._lengths(self.input_tokens, count, rng)
         outputs = self._lengths(self.output_tokens, count, rng)
+        for i in rng.permutation(count)[: round(self.long_share * count)]:
+            inputs[i] = self.long_tokens
         shared = (Segment((seed, _PREFIX), self.prefix_tokens),) if self.prefix_tokens else ()
         return [
             Item((*shared, Segment((seed, _OWN, i), n)), out)

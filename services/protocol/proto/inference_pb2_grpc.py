@@ -39,6 +39,36 @@ class InferenceStub:
                 request_serializer=services_dot_protocol_dot_proto_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=services_dot_protocol_dot_proto_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Chat = channel.unary_stream(
+                '/pdray.v1.Inference/Chat',
+                request_serializer=services_dot_protocol_dot_proto_dot_inference__pb2.ChatRequest.SerializeToString,
+                response_deserializer=services_dot_protocol_dot_proto_dot_inference__pb2.GenerateResponse.FromString,
+                _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/pdray.v1.Inference/Embed',
+                request_serializer=services_dot_protocol_dot_proto_dot_inference__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=services_dot_protocol_dot_proto_dot_inference__pb2.EmbedResponse.FromString,
+                _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/pdray.v1.Inference/Tokenize',
+                request_serializer=services_dot_protocol_dot_proto_dot_inference__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=services_dot_protocol_dot_proto_dot_inference__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.GetModel = channel.unary_unary(
+                '/pdray.v1.Inference/GetModel',
+                request_serializer=services_dot_protocol_dot_proto_dot_inference__pb2.GetModelRequest.SerializeToString,
+                response_deserializer=services_dot_protocol_dot_proto_dot_inference__pb2.Model.FromString,
+                _registered_method=True)
+        self.GetLoad = channel.unary_unary(
+                '/pdray.v1.Inference/GetLoad',
+                request_serializer=services_dot_protocol_dot_proto_dot_inference__pb2.GetLoadRequest.SerializeToString,
+                response_deserializer=services_dot_protocol_dot_proto_dot_inference__pb2.Load.FromString,
+                _registered_method=True)
+        self.Abort = channel.unary_unary(
+                '/pdray.v1.Inference/Abort',
+                request_serializer=services_dot_protocol_dot_proto_dot_inference__pb2.AbortRequest.SerializeToString,
+                response_deserializer=services_dot_protocol_dot_proto_dot_inference__pb2.AbortResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer:
@@ -51,6 +81,46 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Chat(self, request, context):
+        """The same of a chat, whose messages become a prompt by the model's template.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Embed(self, request, context):
+        """One vector for each text. UNIMPLEMENTED where the served model gives none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Tokenize(self, request, context):
+        """Ids of a text or of a chat, as Generate and Chat would compute them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetModel(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetLoad(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Abort(self, request, context):
+        """Ends running requests of the same tenant, over whichever protocol they came.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -58,6 +128,36 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=services_dot_protocol_dot_proto_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=services_dot_protocol_dot_proto_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Chat': grpc.unary_stream_rpc_method_handler(
+                    servicer.Chat,
+                    request_deserializer=services_dot_protocol_dot_proto_dot_inference__pb2.ChatRequest.FromString,
+                    response_serializer=services_dot_protocol_dot_proto_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=services_dot_protocol_dot_proto_dot_inference__pb2.EmbedRequest.FromString,
+                    response_serializer=services_dot_protocol_dot_proto_dot_inference__pb2.EmbedResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=services_dot_protocol_dot_proto_dot_inference__pb2.TokenizeRequest.FromString,
+                    response_serializer=services_dot_protocol_dot_proto_dot_inference__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'GetModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetModel,
+                    request_deserializer=services_dot_protocol_dot_proto_dot_inference__pb2.GetModelRequest.FromString,
+                    response_serializer=services_dot_protocol_dot_proto_dot_inference__pb2.Model.SerializeToString,
+            ),
+            'GetLoad': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetLoad,
+                    request_deserializer=services_dot_protocol_dot_proto_dot_inference__pb2.GetLoadRequest.FromString,
+                    response_serializer=services_dot_protocol_dot_proto_dot_inference__pb2.Load.SerializeToString,
+            ),
+            'Abort': grpc.unary_unary_rpc_method_handler(
+                    servicer.Abort,
+                    request_deserializer=services_dot_protocol_dot_proto_dot_inference__pb2.AbortRequest.FromString,
+                    response_serializer=services_dot_protocol_dot_proto_dot_inference__pb2.AbortResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -87,6 +187,168 @@ class Inference:
             '/pdray.v1.Inference/Generate',
             services_dot_protocol_dot_proto_dot_inference__pb2.GenerateRequest.SerializeToString,
             services_dot_protocol_dot_proto_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Chat(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pdray.v1.Inference/Chat',
+            services_dot_protocol_dot_proto_dot_inference__pb2.ChatRequest.SerializeToString,
+            services_dot_protocol_dot_proto_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdray.v1.Inference/Embed',
+            services_dot_protocol_dot_proto_dot_inference__pb2.EmbedRequest.SerializeToString,
+            services_dot_protocol_dot_proto_dot_inference__pb2.EmbedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdray.v1.Inference/Tokenize',
+            services_dot_protocol_dot_proto_dot_inference__pb2.TokenizeRequest.SerializeToString,
+            services_dot_protocol_dot_proto_dot_inference__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdray.v1.Inference/GetModel',
+            services_dot_protocol_dot_proto_dot_inference__pb2.GetModelRequest.SerializeToString,
+            services_dot_protocol_dot_proto_dot_inference__pb2.Model.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetLoad(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdray.v1.Inference/GetLoad',
+            services_dot_protocol_dot_proto_dot_inference__pb2.GetLoadRequest.SerializeToString,
+            services_dot_protocol_dot_proto_dot_inference__pb2.Load.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Abort(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdray.v1.Inference/Abort',
+            services_dot_protocol_dot_proto_dot_inference__pb2.AbortRequest.SerializeToString,
+            services_dot_protocol_dot_proto_dot_inference__pb2.AbortResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -20,12 +20,15 @@ ALL_FAULTS = [
 LONG = {Fault("stop", "P", TWO, LONG_STOP_S): "transfer", Fault("stop", "D", TWO, LONG_STOP_S): "decoding"}
 CELLS = [(fault, phase) for fault in ALL_FAULTS for phase in PHASES] + list(LONG.items())
 QUICK = (
+    Fault("kill", "P", TWO),
     Fault("kill", "D", TWO),
     Fault("stop", "D", TWO, STOP_S),
     Fault("cut", "P", TWO, CUT_S),
     Fault("restart", "P", TWO),
+    Fault("restart", "D", TWO),
 )
-"""Run by `make test` too: each worker, each fault, each phase; in one world, since bringing one up takes long."""
+"""Run by `make test` too, more than a third of all cells: each worker, each fault, each phase; in one world, since
+bringing one up takes long."""
 
 
 @dataclass(frozen=True, slots=True)

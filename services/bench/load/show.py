@@ -37,6 +37,7 @@ def detailed(result: Mapping[str, Any], records: Sequence[Record]) -> dict[str, 
         {
             "due_ms": _ms(r.due_s - records[0].due_s),
             "lag_ms": _ms(r.lag_s),
+            "sent_ms": _ms(r.sent_s - records[0].due_s),
             "ttft_ms": _ms(r.ttft_s),
             "tpot_ms": _ms(r.tpot_s),
             "e2el_ms": _ms(r.e2el_s),
@@ -44,6 +45,8 @@ def detailed(result: Mapping[str, Any], records: Sequence[Record]) -> dict[str, 
             "input_tokens": r.input_tokens,
             "output_tokens": r.output_tokens,
             "cached_tokens": r.cached_tokens,
+            "tenant": r.tenant,
+            "is_cancelled": r.is_cancelled,
             "id": r.answer_id,
             "error": r.error,
         }
@@ -74,6 +77,8 @@ def show(console: Console, result: Mapping[str, Any], percentiles: Sequence[floa
     """The tables and, in words, what must be known to read them."""
     console.print(_counts(result))
     console.print(_latencies(result, percentiles))
+    if tenants := result.get("tenants"):
+        console.print(_tenants(tenants))
     if phases := result.get("server_phases"):
         console.print(_phases(phases))
     for line in _notes(result):
@@ -83,7 +88,7 @@ def show(console: Console, result: Mapping[str, Any], percentiles: Sequence[floa
 def _counts(result: Mapping[str, Any]) -> Table:
     table = Table.grid(padding=(0, 2))
     rows = [
-        ("requests", f"{result['completed']} succeeded, {result['failed']} failed"),
+        ("requests", f"{result['completed']} succeeded, {result['failed']} failed, {result['cancelled']} cancelled"),
         ("duration", f"{result['duration']:.2f} s"),
         ("requests per second", _shown(result["request_throughput"])),
         ("good requests per second", _shown(result["request_goodput"])),
@@ -110,6 +115,18 @@ def _latencies(result: Mapping[str, Any], percentiles: Sequence[float]) -> Table
     names = [*METRICS, "service_ttft", "service_e2el"]
     for name in names:
         table.add_row(TITLES[name], *(_shown(result[f"{column}_{name}_ms"]) for column in columns))
+    return table
+
+
+def _tenants(tenants: Mapping[str, Any]) -> Table:
+    table = Table(title="by tenant", title_justify="left")
+    names = ("", "succeeded", "failed", "good", "tokens in", "tokens out", "TTFT p50", "TPOT p50", "E2E p50")
+    for name in names:
+        table.add_column(name, justify="right" if name else "left")
+    for name, seen in tenants.items():
+        counts = ("completed", "failed", "good_requests", "total_input_tokens", "total_output_tokens")
+        shown = ["n/a" if seen[key] is None else str(seen[key]) for key in counts]
+        table.add_row(escape(name), *shown, *(_shown(seen[f"median_{m}_ms"]) for m in ("ttft", "tpot", "e2el")))
     return table
 
 
