@@ -225,6 +225,7 @@ async def test_a_store_that_stops_is_done_without(
         await rig.more_answers(5)
 
 
+@pytest.mark.slow
 async def test_a_store_that_answers_after_two_seconds_holds_up_nobody(cluster: Cluster, server: EmbeddedValkey) -> None:
     wire = Wire(int(server.url.rpartition(":")[2].partition("/")[0]))
     await wire.start()

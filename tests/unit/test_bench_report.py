@@ -21,6 +21,7 @@ from services.bench.load.sweep.run import sweep
 from tests.unit.virtual_net import run_over_sockets, served
 
 pytest.importorskip("matplotlib")
+pytestmark = pytest.mark.slow  # matplotlib makes its list of fonts at its first use on a machine
 
 SMALL = ("--random-input-len", "20", "--random-output-len", "4", "--disable-tqdm")
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -150,6 +150,7 @@ def sweep_of(*arguments: str, slots: int, **how: Any) -> dict[str, Any]:
     return virtually(main())  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_a_sweep_finds_the_capacity_of_a_server_that_has_one() -> None:
     """Two at once for 400 ms each are 5 a second; a little more is kept for ten seconds, as the bound has room."""
     found = sweep_of(
