@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -17,11 +18,28 @@ import grpc.aio
 
 from services.protocol.auth import SERVER_OPTIONS, CallAuth, sign_registration
 from services.protocol.errors import ErrorCode, RequestError
+from services.protocol.model_card import ModelCard
 from services.protocol.proto import worker_pb2, worker_pb2_grpc
 
 SECRET = "test-secret"
 TICK_S = 0.2
 NUM_BLOCKS = 512
+CARD = ModelCard(
+    folder=Path("/nowhere"),
+    name="fake",
+    architecture="LlamaForCausalLM",
+    model_fingerprint="model-a",
+    tokenizer_fingerprint="tokenizer-a",
+    max_model_len=4096,
+    vocab_size=50_000,
+    eos_token_ids=(2,),
+    bos_token_id=None,
+    num_layers=4,
+    num_kv_heads=2,
+    head_dim=8,
+    native_dtype="float32",
+)
+"""Of the model that these workers say they serve."""
 Script = Callable[["FakeWorker", worker_pb2.SubmitRequest], Awaitable[None]]
 
 

@@ -228,6 +228,11 @@ async def running(core: FakeCore) -> AsyncIterator[Fronts]:
     assert not wrong, "\n".join(wrong)
 
 
+def prompt_of(core: FakeCore) -> str:
+    """Text of the prompt that came last, special tokens and all."""
+    return str(tokenizer().decode(list(core.flow.requests[-1].prompt_ids), skip_special_tokens=False))
+
+
 def client_of(fronts: Fronts) -> httpx.AsyncClient:
     """An HTTP client of these fronts, past any proxy of the environment."""
     return httpx.AsyncClient(base_url=f"http://127.0.0.1:{fronts.http_port}", timeout=60, trust_env=False)

@@ -212,7 +212,6 @@ class Attempts:
         deps.gate.sent(self._request, chosen.booking, chosen.decision.choice.terms)
         deps.health.sent(*pair)
         deps.view.routed({w for w in pair if w}, named.names)
-        deps.metrics.predicted_s.observe(chosen.decision.choice.terms.cost_ms / 1000)
         try:
             await self._send(chosen, named, rung is Rung.COMPUTE_HERE)
             deps.gate.accepted(self._request.request_id)

@@ -12,7 +12,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from services.protocol.errors import ErrorCode, RequestError, invalid
 from services.router.page import Page
+from services.router.record import MAX_LISTENERS
 from services.router.types import Core
+from services.router.view import RETRY_AFTER_S
 
 MAX_TRACE_S = 86_400
 ID_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
@@ -69,7 +71,10 @@ def _add_insight(app: FastAPI, core: Core) -> None:
             raise invalid(
                 f"seconds must be a number above 0 and at most {MAX_TRACE_S}, got {seconds[:40]!r}", "seconds"
             )
-        lines = _until(core.recorder.listen(), limit_s)
+        if core.recorder.is_crowded:
+            message = f"{MAX_LISTENERS} recordings are under way already, no more are allowed"
+            raise RequestError(ErrorCode.OVERLOADED, message, retry_after_s=RETRY_AFTER_S)
+        lines = _until(core.recorder.listen(), asyncio.get_running_loop().time() + limit_s)
         return StreamingResponse(lines, media_type="application/x-ndjson")
 
     @app.get("/debug/steps", summary="The last engine steps of one worker, or of all", tags=["Insight"])
@@ -77,11 +82,15 @@ def _add_insight(app: FastAPI, core: Core) -> None:
         return JSONResponse(await core.steps(worker))
 
 
-async def _until(lines: AsyncGenerator[bytes, None], limit_s: float) -> AsyncGenerator[bytes, None]:
-    """What comes in so many seconds."""
-    with suppress(TimeoutError):
-        async with aclosing(lines), asyncio.timeout(limit_s):
-            async for line in lines:
+async def _until(lines: AsyncGenerator[bytes, None], end_s: float) -> AsyncGenerator[bytes, None]:
+    """What comes until then, by the loop's clock."""
+    async with aclosing(lines):
+        with suppress(TimeoutError):
+            while True:
+                async with asyncio.timeout_at(end_s):  # around the wait alone: a slow client's is not ours to end
+                    line = await anext(lines, None)
+                if line is None:
+                    return
                 yield line
 
 

@@ -8,18 +8,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.protocol.errors import ErrorCode, RequestError, invalid
+from services.protocol.errors import RequestError, invalid
 from services.router.access.caller import ANONYMOUS, Caller
 from services.router.access.caps import check_limits
 from services.router.access.guard import Guard
 from services.router.admission.slo import read_slo
 from services.router.answers import Answer, AnswerText
-from services.router.fields import shown
 from services.router.running import Running
 from services.router.structured import with_field
 from services.router.text import Text, context_tokens
 from services.router.types import ACCEPT, TOKENIZED, Core, RouterRequest, TimelineMarks, new_request_id
-from services.router.validate import Ask
+from services.router.validate import Ask, require_model
 
 MAX_LABEL_CHARS = 128
 _NOT_IN_LABEL = re.compile(r"[^A-Za-z0-9._:/=+@\-]")
@@ -69,9 +68,7 @@ class Front:
 
     def check_model(self, name: str) -> None:
         """Refuse another model's name; none means the only one. Raises RequestError MODEL_NOT_FOUND."""
-        if name and name != self.model:
-            message = f"The model {shown(name)} does not exist here; this server has {self.model!r}"
-            raise RequestError(ErrorCode.MODEL_NOT_FOUND, message, param="model")
+        require_model(name or None, self.model)
 
     def open(self, arrival: Arrival) -> TimelineMarks:
         """The request's timeline. The caller closes it, or hands it to `answers`, whose answers close it."""

@@ -11,11 +11,12 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
 
-from services.protocol.errors import ErrorCode, RequestError, invalid
+from services.protocol.errors import RequestError, invalid
 from services.protocol.proto import inference_pb2
 from services.router.access.keys import ADMIN
 from services.router.access.rpc import current_caller, raw_metadata
 from services.router.admission.slo import slo_headers
+from services.router.api.hidden_states import no_states
 from services.router.front import Arrival, Front, label_of, outcome_of
 from services.router.grpc_bodies import chat_body, generate_body, messages_body, piece
 from services.router.grpc_errors import answering, remaining_s, streaming
@@ -23,10 +24,6 @@ from services.router.validate import Ask, chat_ask, completion_ask
 
 ID_PREFIXES = ("chatcmpl-", "cmpl-")
 """What HTTP answers put before a request's id."""
-NO_EMBEDDINGS = (
-    "the served model gives no embeddings: it is a decoder for text generation, and this server computes only its "
-    "next-token logits"
-)
 
 
 class InferenceServicer:
@@ -59,7 +56,7 @@ class InferenceServicer:
     async def Embed(self, request: inference_pb2.EmbedRequest, grpc_context: Any) -> inference_pb2.EmbedResponse:
         """Refused with a reason: no worker gives hidden states."""
         self._front.check_model(request.model)
-        raise RequestError(ErrorCode.NOT_YET_SUPPORTED, NO_EMBEDDINGS, param="model")
+        raise no_states(self._front, "embeddings", "texts")
 
     @answering
     async def Tokenize(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from services.router.loads import Need, Offer, offered_ms
+from services.router.loads import Need, Offer, load_or_compute
 from services.router.policy_types import Candidate, Fabric, Pair, Prompt, Terms, Worker, uncached_tokens
 
 PRESSURE_STEPS = 1 / 16
@@ -61,10 +61,9 @@ class Half:
             pressure_ms=w.active_sequences * w.step_ms * PRESSURE_STEPS,
         )
 
-    def pulled(self, prompt: Prompt, holder: Worker, fabric: Fabric, crowd: float) -> Half | None:
-        """The same worker with what the holder has; None where that is slower than computing it."""
-        blocks = min(holder.cached_blocks, prompt.reusable_blocks)
-        need = Need(
+    def need(self, prompt: Prompt) -> Need:
+        """The prompt, as loads to this worker are reckoned."""
+        return Need(
             num_tokens=prompt.num_tokens,
             block_size=prompt.block_size,
             token_bytes=prompt.token_bytes,
@@ -72,20 +71,21 @@ class Half:
             own_blocks=self.worker.cached_blocks,
             tokens_per_s=self.worker.prefill_tokens_per_s,
         )
-        cost = fabric.load_cost(holder.worker_id, self.worker_id)
-        load_ms = offered_ms(need, Offer(source=holder.worker_id, blocks=blocks, cost=cost))
-        compute_ms = need.compute_ms(blocks)
-        if load_ms + compute_ms >= self.compute_ms:
+
+    def pulled(self, need: Need, offer: Offer, crowd: float) -> Half | None:
+        """The same worker with what is offered; None where that is slower than computing it."""
+        found = load_or_compute(need, (offer,))
+        if found.offer is None:
             return None
         return replace(
             self,
-            load_ms=load_ms,
-            compute_ms=compute_ms,
-            computed_ms=self.queue_ms + load_ms + compute_ms,
-            delay_ms=DELAY * crowd * compute_ms,
-            hidden_ms=compute_ms * (1 - 1 / prompt.num_layers),
-            holder_id=holder.worker_id,
-            held_blocks=blocks,
+            load_ms=found.load_ms,
+            compute_ms=found.compute_ms,
+            computed_ms=self.queue_ms + found.load_ms + found.compute_ms,
+            delay_ms=DELAY * crowd * found.compute_ms,
+            hidden_ms=found.compute_ms * (1 - 1 / need.num_layers),
+            holder_id=offer.source,
+            held_blocks=offer.blocks,
         )
 
 
@@ -107,8 +107,17 @@ class _Pulls:
             p = half.worker
             if fabric.pull_setup_ms is None or p.role != "prefill" or p.cached_blocks >= deepest:
                 continue
-            holders = [w for w in workers if w.cached_blocks > p.cached_blocks and w.transport == p.transport]
-            mine = [side for w in holders if (side := half.pulled(prompt, w, fabric, crowd)) is not None]
+            need = half.need(prompt)
+            offers = [
+                Offer(
+                    source=w.worker_id,
+                    blocks=min(w.cached_blocks, prompt.reusable_blocks),
+                    cost=fabric.load_cost(w.worker_id, p.worker_id),
+                )
+                for w in workers
+                if w.cached_blocks > p.cached_blocks and w.transport == p.transport
+            ]
+            mine = [side for offer in offers if (side := half.pulled(need, offer, crowd)) is not None]
             sides |= {(p.worker_id, side.holder_id): side for side in mine}
             best[p.worker_id] = tuple(_unbeaten(mine))
         return cls(sides, best)

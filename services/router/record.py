@@ -82,13 +82,13 @@ class Recorder:
             except asyncio.QueueFull:
                 self.dropped += 1
 
-    async def listen(self) -> AsyncGenerator[bytes, None]:
-        """Lines of requests that come from now on, as they end; until it is closed, or the router stops.
+    @property
+    def is_crowded(self) -> bool:
+        """Nobody more may listen."""
+        return len(self._listeners) >= MAX_LISTENERS
 
-        Raises ConfigError where too many listen already.
-        """
-        if len(self._listeners) >= MAX_LISTENERS:
-            raise ConfigError(f"{MAX_LISTENERS} recordings are under way already, no more are allowed")
+    async def listen(self) -> AsyncGenerator[bytes, None]:
+        """Lines of requests that come from now on, as they end; until it is closed, or the router stops."""
         queue: asyncio.Queue[bytes | None] = asyncio.Queue(MAX_PENDING)
         self._listeners[queue] = Namer(), self._clock()
         try:

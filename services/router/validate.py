@@ -150,13 +150,14 @@ def completion_ask(body: Mapping[str, Any], model: str, vocab_size: int) -> Ask:
 
 def check_model(fields: Fields, model: str) -> None:
     """The field ``model`` names the served one, or nothing. Raises RequestError MODEL_NOT_FOUND."""
-    asked = fields.text("model")
+    require_model(fields.text("model"), model)
+
+
+def require_model(asked: str | None, model: str) -> None:
+    """Refuse another name than that of the served model. Raises RequestError MODEL_NOT_FOUND."""
     if asked is not None and asked != model:
-        raise RequestError(
-            ErrorCode.MODEL_NOT_FOUND,
-            f"The model {shown(asked)} does not exist here; this server has {model!r}",
-            param="model",
-        )
+        message = f"The model {shown(asked)} does not exist here; this server has {model!r}"
+        raise RequestError(ErrorCode.MODEL_NOT_FOUND, message, param="model")
 
 
 def read_common(fields: Fields, vocab_size: int, *, echo: bool) -> dict[str, Any]:

@@ -168,7 +168,7 @@ class RouterMetrics:
             "pdray_queue_seconds", "Tokenized to first scheduled on a worker.", buckets=_LATENCY_S, registry=registry
         )
         self.predicted_s = Histogram(
-            "pdray_predicted_ttft_seconds", "What the policy predicted for its choice.", buckets=_LATENCY_S,
+            "pdray_predicted_ttft_seconds", "What was predicted when a request came.", buckets=_LATENCY_S,
             registry=registry,
         )  # fmt: skip
 

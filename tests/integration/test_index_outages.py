@@ -22,28 +22,12 @@ from kvstore.index.embedded import EmbeddedValkey
 from kvstore.index.redis import RedisIndex
 from services.config import RedisConfig, ServeConfig, WorkerConfig
 from services.protocol.errors import RequestError
-from services.protocol.model_card import ModelCard
 from services.router.core import RouterCore
 from services.router.types import RouterRequest, SamplingSpec, new_request_id
 from services.worker.publisher import Publisher
-from tests.fake_worker import SECRET, Cluster, token
+from tests.fake_worker import CARD, SECRET, Cluster, token
 from tests.stores import Server, Wire, stopping
 
-CARD = ModelCard(
-    folder=Path("/nowhere"),
-    name="fake",
-    architecture="LlamaForCausalLM",
-    model_fingerprint="model-a",
-    tokenizer_fingerprint="tokenizer-a",
-    max_model_len=4096,
-    vocab_size=50_000,
-    eos_token_ids=(2,),
-    bos_token_id=None,
-    num_layers=4,
-    num_kv_heads=2,
-    head_dim=8,
-    native_dtype="float32",
-)
 EVERY_S = 0.05
 """Between two requests."""
 HEARTBEAT_S = 1.0

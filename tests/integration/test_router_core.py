@@ -29,23 +29,7 @@ from services.protocol.proto import worker_pb2
 from services.router import links
 from services.router.core import RouterCore
 from services.router.types import RouterRequest, SamplingSpec, TokenEvent, new_request_id
-from tests.fake_worker import SECRET, Cluster, FakeWorker, accept_only, fingerprint, token
-
-CARD = ModelCard(
-    folder=Path("/nowhere"),
-    name="fake",
-    architecture="LlamaForCausalLM",
-    model_fingerprint="model-a",
-    tokenizer_fingerprint="tokenizer-a",
-    max_model_len=4096,
-    vocab_size=50_000,
-    eos_token_ids=(2,),
-    bos_token_id=None,
-    num_layers=4,
-    num_kv_heads=2,
-    head_dim=8,
-    native_dtype="float32",
-)
+from tests.fake_worker import CARD, SECRET, Cluster, FakeWorker, accept_only, fingerprint, token
 
 
 async def until(condition: Callable[[], Any], limit_s: float = 15.0) -> None:

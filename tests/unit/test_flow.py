@@ -6,43 +6,23 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.config import BudgetConfig, RouterConfig, ServeConfig, WorkerConfig
 from services.protocol.errors import ErrorCode, RequestError
-from services.protocol.model_card import ModelCard
 from services.protocol.proto import worker_pb2
 from services.router.core import RouterCore
 from services.router.types import RouterRequest, SamplingSpec, TokenEvent, new_request_id
-from tests.fake_worker import SECRET, Cluster, FakeWorker, accept_only, decode, hand_off, run_normally, token
+from tests.fake_worker import CARD, SECRET, Cluster, FakeWorker, accept_only, decode, hand_off, run_normally, token
 
 PROMPT = tuple(range(1, 41))
 
 
-def card() -> ModelCard:
-    return ModelCard(
-        folder=Path("/nowhere"),
-        name="fake",
-        architecture="LlamaForCausalLM",
-        model_fingerprint="model-a",
-        tokenizer_fingerprint="tokenizer-a",
-        max_model_len=4096,
-        vocab_size=50_000,
-        eos_token_ids=(2,),
-        bos_token_id=None,
-        num_layers=4,
-        num_kv_heads=2,
-        head_dim=8,
-        native_dtype="float32",
-    )
-
-
 def make_core(cluster: Cluster, **changes: Any) -> RouterCore:
     config = ServeConfig(secret=SECRET, workers=tuple(cluster.addresses), worker=WorkerConfig(stall_s=3.0))
-    return RouterCore(dataclasses.replace(config, **changes), card())
+    return RouterCore(dataclasses.replace(config, **changes), CARD)
 
 
 def request(max_tokens: int = 4, prompt: tuple[int, ...] = PROMPT, **fields: Any) -> RouterRequest:

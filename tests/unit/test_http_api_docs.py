@@ -6,30 +6,20 @@ import asyncio
 import re
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 
 from services.router.extras import TEMPLATE_VARIABLES
 from services.router.features import KNOWN_WITHOUT_EFFECT, NEVER, NOT_THERE
 from services.router.openapi import CHAT, COMPLETION
 from services.router.serve import Fronts
-from tests.fronts import FakeCore, make_core, running, saying
+from tests.fronts import FakeCore, saying
 
 TEXT = (Path(__file__).parents[2] / "docs" / "http-api.md").read_text(encoding="utf-8")
 EXAMPLES = [(kind, code) for kind, code in re.findall(r"```(bash|python)\n(.*?)```", TEXT, re.DOTALL) if "BASE" in code]
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[FakeCore, Fronts]]:
-    """One router for all examples."""
-    core = make_core(tmp_path_factory.mktemp("model"), model={"max_model_len": 2000}, max_model_len=2000)
-    async with running(core) as fronts:
-        yield core, fronts
 
 
 @pytest.mark.parametrize(("kind", "code"), EXAMPLES, ids=[str(i) for i in range(len(EXAMPLES))])

@@ -14,7 +14,7 @@ import pytest_asyncio
 from services.protocol.client import AsyncPdrayClient
 from services.protocol.errors import ErrorCode, RequestError
 from services.router.serve import Fronts
-from tests.fronts import FakeCore, client_of, error_of, events_of, ids_of, make_core, running, saying_each
+from tests.fronts import FakeCore, error_of, events_of, ids_of, make_core, running, saying_each
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -37,18 +37,6 @@ def core(served: tuple[FakeCore, Fronts]) -> FakeCore:
     served[0].forget()
     served[0].flow.script = saying_each(*TEXTS)
     return served[0]
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def http(served: tuple[FakeCore, Fronts]) -> AsyncIterator[httpx.AsyncClient]:
-    async with client_of(served[1]) as client:
-        yield client
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def sdk(http: httpx.AsyncClient) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def joined(bodies: list[Any], part: str) -> dict[int, str]:

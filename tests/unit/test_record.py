@@ -100,11 +100,25 @@ async def test_listeners_are_bounded() -> None:
     recorder = Recorder(Clock())
     streams = [recorder.listen() for _ in range(record.MAX_LISTENERS)]
     waiting = [asyncio.ensure_future(anext(s)) for s in streams]
+    assert not recorder.is_crowded
     await asyncio.sleep(0)
-    with pytest.raises(ConfigError, match="under way already"):
-        await anext(recorder.listen())
+    assert recorder.is_crowded
     recorder.end_listening()
     await asyncio.gather(*waiting, return_exceptions=True)
+    assert not recorder.is_crowded
+
+
+async def test_a_recording_too_many_is_refused_before_it_begins(tmp_path: Path) -> None:
+    core = fronts.make_core(tmp_path)
+    async with fronts.running(core) as ports, fronts.client_of(ports) as http:
+        waiting = [asyncio.ensure_future(anext(core.recorder.listen())) for _ in range(record.MAX_LISTENERS)]
+        await asyncio.sleep(0)
+        refused = await http.get("/debug/trace?seconds=1")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+        assert refused.headers["retry-after"]
+        core.recorder.end_listening()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        assert (await http.get("/debug/trace?seconds=0.05")).status_code == 200
 
 
 def test_what_was_recorded_is_put_in_order_of_arrival() -> None:

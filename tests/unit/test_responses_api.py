@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
-import pytest_asyncio
 from pydantic import BaseModel
 
 from services.protocol.errors import ErrorCode, RequestError
-from services.router.serve import Fronts
-from tests.fronts import FakeCore, client_of, error_of, failing, ids_of, make_core, running, saying, tokenizer
+from tests.fronts import FakeCore, error_of, failing, ids_of, prompt_of, saying
 
 PATH = "/v1/responses"
 TOOL: Any = {
@@ -26,36 +23,6 @@ TOOL: Any = {
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[FakeCore, Fronts]]:
-    """One router for all tests of this file."""
-    core = make_core(tmp_path_factory.mktemp("model"), model={"max_model_len": 2000}, max_model_len=2000)
-    async with running(core) as fronts:
-        yield core, fronts
-
-
-@pytest.fixture
-def core(served: tuple[FakeCore, Fronts]) -> FakeCore:
-    served[0].forget()
-    return served[0]
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def http(served: tuple[FakeCore, Fronts]) -> AsyncIterator[httpx.AsyncClient]:
-    async with client_of(served[1]) as client:
-        yield client
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def sdk(http: httpx.AsyncClient) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-def prompt_of(core: FakeCore) -> str:
-    return str(tokenizer().decode(list(core.flow.requests[-1].prompt_ids), skip_special_tokens=False))
 
 
 async def test_text_in_text_out(core: FakeCore, sdk: openai.AsyncOpenAI) -> None:

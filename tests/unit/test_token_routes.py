@@ -26,24 +26,6 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tupl
         yield core, fronts
 
 
-@pytest.fixture
-def core(served: tuple[FakeCore, Fronts]) -> FakeCore:
-    served[0].forget()
-    return served[0]
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def http(served: tuple[FakeCore, Fronts]) -> AsyncIterator[httpx.AsyncClient]:
-    async with client_of(served[1]) as client:
-        yield client
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def sdk(http: httpx.AsyncClient) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 async def test_a_prompt_is_tokenized_as_a_completion_would_be(core: FakeCore, http: httpx.AsyncClient) -> None:
     reply = (await http.post("/tokenize", json={"prompt": "Hello 한", "return_token_strs": True})).json()
     assert reply["tokens"] == [1, *ids_of("Hello 한")]

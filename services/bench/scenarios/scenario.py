@@ -57,10 +57,7 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One load. Either it has a rate (``capacity``, or ``request-rate`` in ``load``) and lasts ``seconds``, or it is a
-
-    number of ``requests``.
-    """
+    """One load: at a rate (``capacity``, or ``request-rate`` in ``load``) for ``seconds``, or ``requests`` of them."""
 
     name: str
     load: Mapping[str, Any]  # options of `pdray bench` without their dashes

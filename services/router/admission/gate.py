@@ -55,7 +55,7 @@ class Gate:
         self._corrections = Corrections()
         self._timer: asyncio.TimerHandle | None = None
         self._no_pair_since_s: float | None = None
-        self._news_s: dict[str, float] = {}  # prefill worker -> when it last showed how fast it is, or was tried
+        self._news_s: dict[str, float] = {}  # prefill worker -> when it last showed its speed, or was tried
         metrics.waiting.set_function(lambda: len(self._queue))
         metrics.waiting_tokens.set_function(lambda: self._queue.tokens)
 
@@ -79,12 +79,15 @@ class Gate:
         w = Entrant.of(request, choose, self._config.budget.first_token_s)
         self._order.enter(w)
         self._rooms.learn()
+        if len(self._news_s) > len(self._view.entries()):
+            self._news_s = {name: s for name, s in self._news_s.items() if self._view.entry(name) is not None}
         is_sent = False
         try:
             if not self._assign(w):
                 return None
             told = promise(w, self._queue, self._rooms, self._corrections, self._clock())
             timeline.promised(told)
+            self._metrics.predicted_s.observe(told.ttft_ms / 1000)
             self._check(w, told)
             w.future = asyncio.get_running_loop().create_future()
             self._add(w)

@@ -24,7 +24,7 @@ def embed(front: Front, body: Mapping[str, Any]) -> NoReturn:
     fields = Fields(body)
     check_model(fields, front.model)
     _check_texts(fields, "input")
-    raise _refusal(front, "embeddings", "input")
+    raise no_states(front, "embeddings", "input")
 
 
 def score(front: Front, body: Mapping[str, Any]) -> NoReturn:
@@ -37,7 +37,7 @@ def score(front: Front, body: Mapping[str, Any]) -> NoReturn:
     check_model(fields, front.model)
     for key in ("text_1", "text_2"):
         _check_texts(fields, key)
-    raise _refusal(front, "scores", None)
+    raise no_states(front, "scores", None)
 
 
 def _check_texts(fields: Fields, key: str) -> None:
@@ -48,7 +48,8 @@ def _check_texts(fields: Fields, key: str) -> None:
         raise invalid(f"{key} is missing: give text or a list of texts", key)
 
 
-def _refusal(front: Front, what: str, param: str | None) -> RequestError:
+def no_states(front: Front, what: str, param: str | None) -> RequestError:
+    """Why there are none, over whichever front they were asked for."""
     return RequestError(
         ErrorCode.NOT_YET_SUPPORTED,
         f"{front.model!r} gives no {what}: its architecture, {front.core.card.architecture}, generates text, and the "
