@@ -4,7 +4,8 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 VENV := .venv/bin
 ARGS ?=
-TESTS ?= tests
+TESTS ?=
+TOGETHER := $(filter-out tests/integration tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
 BENCH ?=
 
 help:  ## this list
@@ -16,11 +17,14 @@ setup:  ## make .venv with everything; quick where nothing changed (options: hea
 run: setup  ## set up if need be, then serve on this machine: make run ARGS="--prefill 2"
 	@exec $(VENV)/pdray serve $(ARGS)
 
-test: setup  ## all tests but the slow ones
-	$(VENV)/pytest -q -m "not slow" $(TESTS)
+# The integration tests start whole clusters, which need both cores; all others run two at a time.
+test: setup  ## all tests but the slow ones; a part: make test TESTS=tests/unit
+	@if [ -n "$(TESTS)" ]; then exec $(VENV)/pytest -q -m "not slow" $(TESTS); fi; \
+	$(VENV)/pytest -q -m "not slow" -n 2 --dist loadfile $(TOGETHER) && \
+	$(VENV)/pytest -q -m "not slow" tests/integration
 
 test-all: setup  ## all tests
-	$(VENV)/pytest -q $(TESTS)
+	$(VENV)/pytest -q $(or $(TESTS),tests)
 
 lint: setup  ## style, types, import arrows
 	$(VENV)/ruff check .

@@ -109,6 +109,7 @@ class Link:
         self._grace: asyncio.TimerHandle | None = None
         self._channel: grpc.aio.Channel | None = None
         self._task: asyncio.Task[None] | None = None
+        self._stopped = False
         self._stub: Any = None
 
     @property
@@ -131,6 +132,7 @@ class Link:
 
     async def stop(self) -> None:
         """Ends the stream and closes the channel; the owner hears nothing more."""
+        self._stopped = True  # grpc.aio may turn a cancellation of `write` into an InvalidStateError
         self._cancel_grace()
         if self._task is not None:
             self._task.cancel()
@@ -142,6 +144,8 @@ class Link:
         pause_s = RETRY_MIN_S
         while True:
             error = await self._try_session()
+            if self._stopped:
+                return
             if self.state is LinkState.ATTACHED:
                 pause_s = RETRY_MIN_S
                 self._detach(error)
