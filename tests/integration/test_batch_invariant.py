@@ -49,7 +49,7 @@ def answers(cluster: Cluster, wanted: Sequence[dict[str, Any]], at_once: int) ->
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("count", [12, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [6, pytest.param(200, marks=pytest.mark.slow)])
 def test_an_answer_is_the_same_in_any_company(count: int, default_model_folder: Path, tmp_path: Path) -> None:
     wanted, found = requests(count), {}
     for shape, counts in SHAPES.items():

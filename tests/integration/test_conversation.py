@@ -69,7 +69,8 @@ def cold_answers(default_model_folder: Path, tmp_path_factory: pytest.TempPathFa
     return answers
 
 
-@pytest.mark.parametrize("transport", ["tcp", pytest.param("mooncake", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["tcp", "mooncake"])
 def test_each_turn_computes_only_what_the_user_has_added(
     transport: str, cold_answers: list[list[int]], valkey: str, default_model_folder: Path, tmp_path: Path
 ) -> None:

@@ -95,6 +95,7 @@ async def _stream_until_killed(cluster: Cluster) -> list[str]:
     return lines
 
 
+@pytest.mark.slow  # the fault matrix has it in the quick suite
 async def test_a_prefill_worker_that_dies_before_the_first_byte_is_replaced_by_another(
     default_model_folder: Path, tmp_path: Path
 ) -> None:
@@ -131,6 +132,7 @@ async def _ids(cluster: Cluster, prompt: list[int]) -> list[int]:
         return [i async for piece in pieces for i in piece.token_ids]
 
 
+@pytest.mark.slow  # the fault matrix has it in the quick suite
 async def test_a_worker_that_restarts_at_its_address_serves_again(cluster: Cluster) -> None:
     for name in ("decode-0", "prefill-0"):
         before = (await cluster.worker(name))["epoch"]

@@ -33,6 +33,7 @@ def test_a_worker_refuses_rdma_and_says_why(tiny_model_folder: Path) -> None:
     assert "transport rdma cannot be used" in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 async def test_a_pair_moves_kv_by_what_both_have(tiny_model_folder: Path, tmp_path: Path) -> None:
     only_tcp = {"decode-0": {"transfer.transport": "tcp"}}
     cluster = Cluster(tmp_path, tiny_model_folder, worker_settings=only_tcp, settings={"transfer.transport": "auto"})

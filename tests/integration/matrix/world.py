@@ -33,6 +33,7 @@ def settings(pairs: int) -> dict[str, Any]:
         "transfer.lease_renew_ms": 500,
         "transfer.throttle_bytes_per_s": WIRE_BYTES_PER_S,
         "engine.max_num_batched_tokens": CHUNK_TOKENS,
+        "admission.held_steps": 0,  # prompts wait at their worker, not at the router
         "budget.first_token_s": FIRST_TOKEN_S,
         "budget.idle_s": FIRST_TOKEN_S,
         "budget.total_s": TOTAL_S,
