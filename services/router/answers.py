@@ -263,7 +263,8 @@ async def merged(answers: Sequence[Answer]) -> AsyncGenerator[tuple[Answer, Delt
     try:
         while waiting:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task, i in sorted(((task, waiting.pop(task)) for task in done), key=lambda item: item[1]):
+            for task, i in sorted(((task, waiting[task]) for task in done), key=lambda item: item[1]):
+                del waiting[task]  # not before: where this one raises, the finally takes the others' results
                 new = task.result()
                 if new is not None:
                     yield answers[i], new

@@ -16,6 +16,7 @@ from kvstore.errors import ConfigError
 from kvstore.geometry import KVGeometry
 from kvstore.transfer.several import first_common
 from services.protocol.proto import worker_pb2
+from services.protocol.version import PROTOCOL_VERSION, apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,7 @@ class Member:
     kind: Kind
     transport: str = ""  # "" for a worker that hands nothing off
     spares: tuple[str, ...] = ()  # transports that run beside it
+    protocol: int = PROTOCOL_VERSION
 
     @property
     def transports(self) -> tuple[str, ...]:
@@ -110,10 +112,12 @@ def refusals(members: Sequence[Member], model: str = "", tokenizer: str = "") ->
     reference: Member | None = None
     carrier: Member | None = None  # the reference for the transport
     shared: tuple[str, ...] = ()  # transports that all have who hand off and are not refused
+    taken: list[Member] = []  # whoever is not refused
     for member in members:
         why = _not_ours(member, model, tokenizer)
         if not why and reference is not None:
             why = difference(reference.kind, member.kind, reference.worker_id, member.worker_id)
+            why = why or next(filter(None, (_versions_apart(member, other) for other in taken)), "")
         if not why and member.transport and carrier is not None and not first_common(shared, member.transports):
             there, here = (
                 f"{_either(shared)} on {carrier.worker_id}",
@@ -124,6 +128,7 @@ def refusals(members: Sequence[Member], model: str = "", tokenizer: str = "") ->
             reasons[member.worker_id] = why
             continue
         reference = reference or member
+        taken.append(member)
         if member.transport:
             shared = tuple(x for x in shared if x in member.transports) if carrier else member.transports
             carrier = carrier or member
@@ -139,4 +144,8 @@ def _not_ours(member: Member, model: str, tokenizer: str) -> str:
         theirs = getattr(member.kind, name)
         if ours and theirs != ours:
             return f"{name} differs: {ours} on the router, {theirs} on {member.worker_id}"
-    return ""
+    return apart(member.protocol, PROTOCOL_VERSION, member.worker_id, "the router")
+
+
+def _versions_apart(member: Member, other: Member) -> str:
+    return apart(member.protocol, other.protocol, member.worker_id, other.worker_id)

@@ -9,12 +9,14 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvstore.errors import ConfigError
 from kvstore.index.base import BlockIndex
 from services.config import ServeConfig
+from services.live_config import difference, with_live
 from services.protocol.errors import ErrorCode, RequestError
 from services.protocol.model_card import ModelCard
 from services.router.admission.gate import Gate
@@ -58,6 +60,8 @@ class RouterCore:
         if not config.secret:
             raise ValueError("secret must not be empty: workers refuse unsigned calls")
         self.config = config
+        self._built = config
+        self._reload_refused = ""
         self.card = card
         self.identity = RouterIdentity(f"router-{secrets.token_hex(4)}", secrets.token_hex(8))
         self.metrics = RouterMetrics(self._samples)
@@ -78,7 +82,7 @@ class RouterCore:
         )
         self.recorder = Recorder(clock)
         self._turns = 0
-        deps = Deps(
+        self._deps = deps = Deps(
             config=config,
             identity=self.identity,
             view=self.view,
@@ -119,6 +123,22 @@ class RouterCore:
         self._discovery.start()
         self._sweeper = asyncio.create_task(self._sweep(), name="fleet-sweep")
 
+    def reconfigure(self, given: Mapping[str, Any]) -> None:
+        """Take over live settings (`services.live_config`); requests that come from now on are judged by them.
+
+        Raises:
+            ConfigError: a setting that is not live, or an impossible value. Nothing has changed then, and
+                /v1/cluster shows why.
+        """
+        try:
+            config = with_live(self._built, given)
+        except ConfigError as exc:
+            self._reload_refused = str(exc)
+            raise
+        self.config = self._deps.config = config
+        self._deps.gate.reconfigure(config)
+        self._reload_refused = ""
+
     async def drain(self, limit_s: float) -> bool:
         """Refuse what is new and wait for what runs; False where the time was not enough."""
         self.flow.refuse_new()
@@ -144,7 +164,10 @@ class RouterCore:
         return self.view.readiness()
 
     def cluster(self) -> dict[str, Any]:
-        return cluster_dict(self.view, self._fleet, self.redis_mode, self.config.model.served_name or self.card.name)
+        name = self.config.model.served_name or self.card.name
+        shown = cluster_dict(self.view, self._fleet, self.redis_mode, name)
+        live = {"reloaded": difference(self._built, self.config), "refused": self._reload_refused}
+        return shown | {"settings": live}
 
     def capacity_tokens(self) -> int:
         return self.view.capacity_tokens()

@@ -24,6 +24,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
+from kvstore.errors import ConfigError
 from services.config import ServeConfig
 from services.router.grpc_proxied import ProxiedRpcs
 from services.router.main import Router, start_router
@@ -51,6 +52,7 @@ class RouterReplica(ProxiedRpcs):
     """One router. ``workers`` are the handles of the worker deployments, asked for addresses only."""
 
     _router: Router | None = None  # also while `__init__` runs, and where it failed
+    _has_started = False
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
@@ -68,6 +70,24 @@ class RouterReplica(ProxiedRpcs):
         self._router = await _start(config, folder, sources)
         self._fronts = self._router.fronts
         _log.info("router serves HTTP on port %d, gRPC on port %d", self._router.http_port, self._router.grpc_port)
+
+    async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
+        """Live settings, from Serve: once after `__init__`, then whenever ``user_config`` changes.
+
+        Serve stops a replica that raises here, and its successor would raise too: the application would end for a
+        typo. So a router that serves keeps what it has, says why in its log and at /v1/cluster, and raises only at
+        its start. Raises ConfigError.
+        """
+        if self._router is None:
+            return
+        try:
+            self._router.reconfigure(user_config)
+            _log.info("live settings: %s", self._router.core.cluster()["settings"]["reloaded"] or "as built")
+        except ConfigError as exc:
+            if not self._has_started:
+                raise
+            _log.error("user_config is refused, settings stay as they were: %s", exc)
+        self._has_started = True
 
     async def ports(self) -> tuple[int, int]:
         """The own HTTP and gRPC port."""
@@ -197,6 +217,7 @@ def deployment(config: ServeConfig) -> serve.Deployment:
     """The ingress deployment. Its own ports, where they are fixed, allow one replica for each node."""
     options = worker_options(config, ROUTER_CPUS) | {"num_replicas": config.router.replicas}
     options["max_ongoing_requests"] = 10_000
+    options["user_config"] = {}  # so that one which is taken away again is an empty one, not none
     if config.router.replicas > 1 and (config.router.port or config.router.grpc_port):
         options["max_replicas_per_node"] = 1
     return serve.deployment(name=NAME, **options)(serve.ingress(make_ingress)(RouterReplica))

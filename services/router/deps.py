@@ -17,11 +17,11 @@ from services.router.view import View
 from services.telemetry.metrics import RouterMetrics
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Deps:
     """What all requests share."""
 
-    config: ServeConfig
+    config: ServeConfig  # replaced as a whole by `RouterCore.reconfigure`
     identity: RouterIdentity
     view: View
     gate: Gate

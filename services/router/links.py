@@ -28,6 +28,7 @@ import grpc.aio
 from services.protocol.auth import channel
 from services.protocol.errors import RequestError
 from services.protocol.proto import worker_pb2, worker_pb2_grpc
+from services.protocol.version import PROTOCOL_VERSION
 from services.router.calls import WorkerCalls
 
 GRACE_S = 2.0
@@ -245,7 +246,12 @@ class Link:
 
     def _router_message(self) -> worker_pb2.RouterMessage:
         who = self._identity
-        return worker_pb2.RouterMessage(router_id=who.router_id, router_epoch=who.epoch, last_seq=self._last_seq)
+        return worker_pb2.RouterMessage(
+            router_id=who.router_id,
+            router_epoch=who.epoch,
+            last_seq=self._last_seq,
+            protocol_version=PROTOCOL_VERSION,
+        )
 
     def _detach(self, reason: str) -> None:
         """The grace begins, unless the worker greeted and then said nothing: it would do so for ever."""

@@ -13,9 +13,10 @@ import json
 import logging
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvstore.errors import ConfigError
 from kvstore.index.base import BlockIndex
@@ -45,6 +46,11 @@ class Router:
     @property
     def grpc_port(self) -> int:
         return self.fronts.grpc_port
+
+    def reconfigure(self, given: Mapping[str, Any]) -> None:
+        """Take over live settings. Raises ConfigError where they cannot be, and nothing has changed then."""
+        self.core.reconfigure(given)
+        self.fronts.front.guard.set_defaults(self.core.config.access)
 
     async def stop(self, drain_s: float) -> None:
         """Let running requests end, ``drain_s`` at most, then close everything."""

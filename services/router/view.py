@@ -164,7 +164,13 @@ class View:
             (e for e in self._entries.values() if e.link_state is not WorkerState.LOST), key=lambda e: e.order
         )
         members = [
-            Member(e.worker_id, e.kind, e.transport, tuple(e.registration.spare_transports))
+            Member(
+                e.worker_id,
+                e.kind,
+                e.transport,
+                tuple(e.registration.spare_transports),
+                e.registration.fingerprint.protocol_version,
+            )
             for e in present
             if e.kind is not None and not e.own_refusal
         ]

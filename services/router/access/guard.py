@@ -38,15 +38,9 @@ class Guard:
         self._config = config
         self.clock = clock
         self.audit = Audit()
-        self._defaults = Limits(
-            requests_per_minute=config.requests_per_minute,
-            tokens_per_minute=config.tokens_per_minute,
-            concurrency=config.concurrency,
-        )
         self._path = Path(config.keys_file) if config.keys_file else None
         self._anonymous = ANONYMOUS
-        if self._path is None and self._defaults != NO_LIMITS:
-            self._anonymous = Caller(meters=(Meter("this router", self._defaults, clock()),))
+        self._found = KeyFile(keys=(), tenants={})
         self._tenants: dict[str, Meter] = {}
         self._key_meters: dict[str, Meter] = {}
         self._callers: dict[str, Caller] = {}
@@ -56,8 +50,24 @@ class Guard:
         self._complaint = ""
         self._watcher: asyncio.Task[None] | None = None
         if self._path is not None:
-            self._stamp, found = _read(self._path)
-            self._take(found)
+            self._stamp, self._found = _read(self._path)
+        self.set_defaults(config)
+
+    def set_defaults(self, config: AccessConfig) -> None:
+        """Other limits for tenants without their own, or for everybody where there are no keys; buckets stay as full
+        as they are."""
+        self._defaults = Limits(
+            requests_per_minute=config.requests_per_minute,
+            tokens_per_minute=config.tokens_per_minute,
+            concurrency=config.concurrency,
+        )
+        if self._path is not None:
+            self._take(self._found)
+        elif self._defaults == NO_LIMITS:
+            self._anonymous = ANONYMOUS
+        else:
+            old = self._anonymous.meters[0] if self._anonymous.meters else None
+            self._anonymous = Caller(meters=(self._meter(old, "this router", self._defaults),))
 
     @property
     def wants_keys(self) -> bool:
@@ -144,6 +154,7 @@ class Guard:
         self.audit.tell(action="reload keys", outcome=f"{len(found.keys)} keys")
 
     def _take(self, found: KeyFile) -> None:
+        self._found = found
         self._ring = KeyRing(found.keys)
         tenants = {key.tenant: found.tenants.get(key.tenant, NO_LIMITS).or_else(self._defaults) for key in found.keys}
         self._tenants = {

@@ -59,6 +59,13 @@ class Gate:
         metrics.waiting.set_function(lambda: len(self._queue))
         metrics.waiting_tokens.set_function(lambda: self._queue.tokens)
 
+    def reconfigure(self, config: ServeConfig) -> None:
+        """Other bounds from now on; who waits already stays, and keeps the place that the order gave it."""
+        self._config = config
+        self._queue.max_requests = config.admission.max_waiting
+        self._queue.max_tokens = config.admission.max_waiting_tokens
+        self._rooms.reconfigure(config)
+
     def __len__(self) -> int:
         """Requests that wait."""
         return len(self._queue)

@@ -38,11 +38,14 @@ class Rooms:
         self._view = view
         self._held = held
         self._clock = clock
+        self._learned: dict[str, _Learned] = {}
+        self.answers = AnswerLength()
+        self.reconfigure(config)
+
+    def reconfigure(self, config: ServeConfig) -> None:
         self._margin = config.admission.margin
         self._held_tokens = config.admission.held_steps * config.engine.max_num_batched_tokens
         self._max_sequences = config.engine.max_num_seqs
-        self._learned: dict[str, _Learned] = {}
-        self.answers = AnswerLength()
 
     def learn(self) -> None:
         """Take in what loads said since the last call; workers that left are forgotten."""
