@@ -12,6 +12,7 @@ Does not do: persistence, reads from replicas.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Collection, Mapping, Sequence
 from hashlib import sha1
@@ -40,12 +41,14 @@ from kvstore.index.keys import Keys, member_of, worker_of
 from kvstore.index.payload import PayloadError, pack_batch, pack_names, unpack_batch
 
 MAX_WORKERS = 4096
+RECORD_VERSION = b"1"  # of a worker's hash: the first, so there is none before it
 MAX_SNAPSHOT_NAMES = 1 << 23
 PAGED_SNAPSHOT_NAMES = 1 << 16
 """A larger set is read in pages: at once it would hold up the store for tens of milliseconds."""
 PAGE_NAMES = 8192
 BATCHES_PER_READ = 64  # of each stream
 CLUSTER_POLL_S = 0.05
+_log = logging.getLogger("pdray.index")
 
 _Cursor = tuple[str, str]
 
@@ -79,6 +82,7 @@ class RedisIndex:
         """
         where = StoreAddress(url=address) if isinstance(address, str) else address
         self.ignored = 0
+        self._told: set[str] = set()
         self._keys = Keys(namespace, where.is_cluster)
         self._ttl_ms = max(1, int(ttl_s * 1000))
         self._timeout_s = timeout_s
@@ -226,10 +230,17 @@ class RedisIndex:
         except (TypeError, ValueError, AttributeError):
             self.ignored += 1
             return None
-        if version != b"1":
+        if version != RECORD_VERSION:
             self.ignored += 1
+            self._tell_version(record.worker_id, version)
             return None
         return record
+
+    def _tell_version(self, worker_id: str, version: bytes) -> None:
+        """Once for each worker, so that a mixed upgrade is no riddle."""
+        if worker_id not in self._told and len(self._told) < MAX_WORKERS:
+            self._told.add(worker_id)
+            _log.warning("worker %s is registered as version %r, this reads %r", worker_id, version, RECORD_VERSION)
 
     async def _paged(self, blocks: str) -> set[bytes]:
         names: set[bytes] = set()

@@ -15,7 +15,9 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from services.protocol.errors import ErrorCode, RequestError
 from services.protocol.proto import worker_pb2
+from services.protocol.version import PROTOCOL_VERSION, apart
 
 GRACE_S = 5.0
 """How long a router may be detached before its requests are aborted."""
@@ -106,10 +108,13 @@ class AttachHub:
                 self._lose(router, f"{len(box.kept)} messages are not acknowledged")
 
     async def serve(self, requests: AsyncIterator[worker_pb2.RouterMessage]) -> AsyncIterator[worker_pb2.WorkerMessage]:
-        """One Attach stream, from its first router message to its end."""
+        """One Attach stream, from its first router message to its end. Raises RequestError INCOMPATIBLE_WORKERS."""
         hello = await anext(aiter(requests), None)
         if hello is None:
             return
+        why = apart(hello.protocol_version, PROTOCOL_VERSION, f"router {hello.router_id}", "this worker")
+        if why:
+            raise RequestError(ErrorCode.INCOMPATIBLE_WORKERS, why)
         router = (hello.router_id, hello.router_epoch)
         for other in [k for k in self._outboxes if k[0] == router[0] and k[1] != router[1]]:
             self._lose(other, "the router came back with a new epoch")

@@ -26,6 +26,7 @@ from services.protocol.auth import SERVER_OPTIONS, CallAuth, sign_registration
 from services.protocol.errors import ErrorCode, RequestError
 from services.protocol.model_card import ModelCard
 from services.protocol.proto import worker_pb2, worker_pb2_grpc
+from services.protocol.version import PROTOCOL_VERSION
 from services.worker.children import Children, WorkerLost
 from services.worker.core import WorkerCore
 from services.worker.publisher import Publisher
@@ -145,6 +146,7 @@ class WorkerRuntime:
                 block_size=self._config.engine.block_size,
                 layout_version=LAYOUT_VERSION,
                 geometry_json=json.dumps(self._geometry.to_dict()),
+                protocol_version=PROTOCOL_VERSION,
             ),
             node=socket.gethostname(),
             num_blocks=self._geometry.num_blocks[0],

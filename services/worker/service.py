@@ -30,8 +30,11 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def Attach(
         self, requests: AsyncIterator[worker_pb2.RouterMessage], context: Any
     ) -> AsyncIterator[worker_pb2.WorkerMessage]:
-        async for message in self._core.hub.serve(requests):
-            yield message
+        try:
+            async for message in self._core.hub.serve(requests):
+                yield message
+        except RequestError as exc:  # a router that is not understood
+            await context.abort(grpc.StatusCode[exc.status.grpc], exc.message, tuple(trailing_of(exc)))
 
     async def Submit(self, request: worker_pb2.SubmitRequest, context: Any) -> worker_pb2.SubmitReply:
         async def call() -> worker_pb2.SubmitReply:

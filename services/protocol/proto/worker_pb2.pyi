@@ -7,20 +7,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Fingerprint(_message.Message):
-    __slots__ = ("model", "tokenizer", "dtype", "block_size", "layout_version", "geometry_json")
+    __slots__ = ("model", "tokenizer", "dtype", "block_size", "layout_version", "geometry_json", "protocol_version")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_VERSION_FIELD_NUMBER: _ClassVar[int]
     GEOMETRY_JSON_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     model: str
     tokenizer: str
     dtype: str
     block_size: int
     layout_version: int
     geometry_json: str
-    def __init__(self, model: _Optional[str] = ..., tokenizer: _Optional[str] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., layout_version: _Optional[int] = ..., geometry_json: _Optional[str] = ...) -> None: ...
+    protocol_version: int
+    def __init__(self, model: _Optional[str] = ..., tokenizer: _Optional[str] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., layout_version: _Optional[int] = ..., geometry_json: _Optional[str] = ..., protocol_version: _Optional[int] = ...) -> None: ...
 
 class Registration(_message.Message):
     __slots__ = ("worker_id", "role", "epoch", "address", "fingerprint", "node", "pid", "num_blocks", "max_model_len", "model_name", "transport", "draining", "signature", "issued_at", "transport_note", "spare_transports")
@@ -240,14 +242,16 @@ class RetargetReply(_message.Message):
     def __init__(self) -> None: ...
 
 class RouterMessage(_message.Message):
-    __slots__ = ("router_id", "router_epoch", "last_seq")
+    __slots__ = ("router_id", "router_epoch", "last_seq", "protocol_version")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     ROUTER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     LAST_SEQ_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     router_epoch: str
     last_seq: int
-    def __init__(self, router_id: _Optional[str] = ..., router_epoch: _Optional[str] = ..., last_seq: _Optional[int] = ...) -> None: ...
+    protocol_version: int
+    def __init__(self, router_id: _Optional[str] = ..., router_epoch: _Optional[str] = ..., last_seq: _Optional[int] = ..., protocol_version: _Optional[int] = ...) -> None: ...
 
 class Error(_message.Message):
     __slots__ = ("code", "message", "retryable")

@@ -13,6 +13,7 @@ from services.engine import messages as m
 from services.protocol.errors import ErrorCode, RequestError
 from services.protocol.handoff import HandoffState, advance
 from services.protocol.proto import worker_pb2
+from services.protocol.version import apart
 from services.worker.core import WorkerCore
 from services.worker.live import LiveRequest
 
@@ -53,6 +54,8 @@ class Inbound:
 
 def check_fingerprint(ours: worker_pb2.Fingerprint, theirs: worker_pb2.Fingerprint) -> None:
     """Raise RequestError INCOMPATIBLE_WORKERS, naming both values, where KV of the writer means nothing here."""
+    if why := apart(theirs.protocol_version, ours.protocol_version, "the other worker", "this one"):
+        raise RequestError(ErrorCode.INCOMPATIBLE_WORKERS, why)
     for name in ("model", "tokenizer", "dtype", "block_size", "layout_version"):
         mine, other = getattr(ours, name), getattr(theirs, name)
         if mine != other:
