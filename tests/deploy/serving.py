@@ -11,7 +11,8 @@ from typing import Any
 from ray.serve._private.build_app import build_app
 from ray.serve.schema import ServeDeploySchema
 
-from services.app import AppArgs, build
+from services.app import AppArgs, build, config_from
+from services.live_config import with_live
 
 
 @contextmanager
@@ -25,7 +26,10 @@ def environment(**values: str) -> Any:
             os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
 
 
-def check_serve_config(config: Mapping[str, Any]) -> set[str]:
+SECRETS = {"PDRAY_SECRET": "s" * 48, "PDRAY_REDIS__URL": "redis://:pw@valkey:6379/0"}
+
+
+def check_serve_config(config: Mapping[str, Any], environ: Mapping[str, str] = SECRETS) -> set[str]:
     """Names of the deployments that the configuration makes; raises where Serve or pdray would refuse it.
 
     Builds the application from the arguments, as a pod of the chart would: secret and Redis come from the environment.
@@ -37,8 +41,13 @@ def check_serve_config(config: Mapping[str, Any]) -> set[str]:
     for function in schema.grpc_options.grpc_servicer_functions:
         path, _, leaf = function.rpartition(".")
         assert callable(getattr(importlib.import_module(path), leaf))
-    with environment(PDRAY_SECRET="s" * 48, PDRAY_REDIS__URL="redis://:pw@valkey:6379/0"):
-        built = build_app(build(AppArgs(**app.args)), name=app.name)
+    with environment(**environ):
+        args = AppArgs(**app.args)
+        built = build_app(build(args), name=app.name)
+        for deployment in app.deployments:
+            if isinstance(deployment.user_config, Mapping):
+                assert deployment.name == "router"
+                with_live(config_from(args), deployment.user_config)
     made = {d.name for d in built.deployments}
     assert {d.name for d in app.deployments} <= made, "Serve refuses options of a deployment that does not exist"
     return made

@@ -16,7 +16,7 @@ NAMES = st.from_regex(r"[a-z][a-z0-9]{0,10}", fullmatch=True)
 SIZES = st.sampled_from(["256Mi", "1Gi", "10Gi", "2Ti"])
 MAPS = st.dictionaries(NAMES.map(lambda name: f"example.com/{name}"), NAMES, max_size=2)
 BOOLS = st.booleans()
-REFUSALS = ("serves nothing", "ReadWriteOnce", "rdma needs", "redisAddress")
+REFUSALS = ("serves nothing", "ReadWriteOnce", "rdma needs", "redisAddress", "a key of scope metrics")
 """What a random set may be refused for; any other error is a defect."""
 
 
@@ -64,6 +64,30 @@ WEIGHTS = st.sampled_from(
         {"weights": {"source": "pvc", "pvc": {"existingClaim": "c", "subPath": "a/b"}}, "model": {"path": "/models/x"}},
     ]
 )
+KEYS = st.lists(
+    st.fixed_dictionaries(
+        {"name": NAMES, "hash": st.just("sha256:" + "ab" * 32)},
+        optional={"tenant": NAMES, "scopes": st.just(["infer"]), "limits": some(concurrency=st.integers(1, 99))},
+    ),
+    max_size=2,
+    unique_by=lambda key: key["name"],
+)
+ACCESS = some(
+    keys=KEYS, tenants=st.dictionaries(NAMES, some(concurrency=st.integers(1, 9)), max_size=1), testKey=some()
+) | st.just({"existingSecret": "keys", "fileKey": "k.yaml", "testKey": {"existingSecret": "t"}})
+TLS = st.sampled_from(
+    [{}, {"existingSecret": "tls"}, {"existingSecret": "tls", "clientCaKey": "ca.crt", "clientSecret": "c"}]
+)
+EXTERNAL = st.sampled_from(
+    [
+        {"url": "redis://r:6379/0"},
+        {"url": "redis://s1:26379,s2:26379", "topology": "sentinel", "service": "main", "ports": [26379, 6379]},
+        {"url": "redis://c1,c2", "topology": "cluster", "username": "pdray", "existingSecret": "x", "passwordKey": "p"},
+        {"existingSecret": "x", "topology": "sentinel", "sentinelUsername": "s", "sentinelPasswordKey": "sp"},
+        {"url": "rediss://r", "tls": {"existingSecret": "c"}},
+        {"url": "rediss://r", "tls": {"existingSecret": "c", "certKey": "tls.crt", "keyKey": "tls.key"}},
+    ]
+)
 VALUES = some(
     nameOverride=NAMES,
     commonLabels=MAPS,
@@ -75,21 +99,31 @@ VALUES = some(
     head=some(faultTolerance=some(enabled=BOOLS), **PLACEMENT),
     settings=some(
         engine=some(block_size=st.integers(1, 64), kv_memory_bytes=st.integers(1 << 20, 1 << 40)),
+        admission=some(order=st.sampled_from(["fcfs", "edf", "priority", "fair"]), weights=st.just(["a=2"])),
+    ),
+    live=some(
+        slo=some(ttft_ms=st.floats(1, 1e5), tpot_ms=st.integers(1, 1000)),
+        admission=some(max_waiting=st.integers(1, 10**6), margin=st.floats(0.1, 1)),
+        limits=some(schema_bytes=st.integers(1, 1 << 20)),
         budget=some(first_token_s=st.floats(0.5, 1000)),
         router=some(policy=st.sampled_from(["cost", "round-robin", "least-loaded"])),
     ),
+    access=ACCESS,
+    tls=TLS,
     engineThreads=st.integers(1, 64),
     drainSeconds=st.integers(1, 3600),
     rayService=some(upgradeStrategy=st.sampled_from(["NewCluster", "None"])),
     rayAuth=some(enabled=BOOLS),
-    redis=st.sampled_from([{}, {"mode": "none"}, {"mode": "external", "external": {"url": "redis://r:6379/0"}}]),
+    redis=st.sampled_from([{}, {"mode": "none"}]) | EXTERNAL.map(lambda e: {"mode": "external", "external": e}),
     rdma=some(enabled=BOOLS, count=st.integers(1, 4)),
     transport=st.sampled_from(["auto", "mooncake", "tcp"]),
     service=some(type=st.sampled_from(["ClusterIP", "NodePort"]), port=st.integers(1, 65535), annotations=MAPS),
     ingress=some(enabled=BOOLS, hosts=st.lists(st.just("a.example"), max_size=1), tlsSecret=NAMES),
     networkPolicy=some(enabled=BOOLS, clients=st.lists(st.just({"podSelector": {}}), max_size=1)),
     podDisruptionBudget=some(enabled=BOOLS),
-    monitoring=some(serviceMonitor=some(enabled=BOOLS), podMonitor=some(enabled=BOOLS)),
+    monitoring=some(
+        serviceMonitor=some(enabled=BOOLS, apiKey=some(existingSecret=NAMES)), podMonitor=some(enabled=BOOLS)
+    ),
     serviceAccount=some(create=BOOLS, name=NAMES),
 )
 RELEASES = st.from_regex(r"[a-z]([a-z0-9-]{0,51}[a-z0-9])?", fullmatch=True)
@@ -105,7 +139,7 @@ def check(values: dict[str, Any], weights: dict[str, Any], release: str, where: 
         return
     charts.check_kubernetes(outcome.objects, version)
     charts.check_rayservice(outcome.objects)
-    made = check_serve_config(outcome.serve_config())
+    made = check_serve_config(outcome.serve_config(), charts.environment_of(outcome))
     roles = {role for role, _, _ in charts.pods(outcome.objects)}
     assert made == roles & {"router", "prefill", "decode", "mixed"}
     for _, _, spec in charts.pods(outcome.objects):

@@ -73,8 +73,10 @@ class TestPods:
             assert "initialDelaySeconds" not in main["livenessProbe"]
             # liveness asks the raylet, which does not load weights
             assert main["livenessProbe"]["httpGet"] == {"path": "/api/local_raylet_healthz", "port": 52365}
-            if role == "router":
-                assert main["readinessProbe"]["httpGet"] == {"path": "/ready", "port": 8000}
+            if role == "router" and file is None:
+                assert main["readinessProbe"]["httpGet"] == {"path": "/ready", "port": 8000, "scheme": "HTTP"}
+            elif role == "router":  # where it wants a client's certificate, which kubelet has none of
+                assert "https://127.0.0.1:8000/ready" in main["readinessProbe"]["exec"]["command"]
             else:
                 assert main["readinessProbe"]["exec"] == startup["exec"]
 
@@ -234,7 +236,7 @@ def test_a_token_for_the_hub_and_an_external_redis_come_from_their_secrets() -> 
     values = {
         "weights": {"source": "hub", "hub": {"existingSecret": "hf"}},
         "model": {"path": "owner/name"},
-        "redis": {"mode": "external", "external": {"existingSecret": "redis", "port": 6380}},
+        "redis": {"mode": "external", "external": {"existingSecret": "redis", "ports": [6380]}},
     }
     outcome = rendered(values)
     for role, _, spec in pods(outcome.objects):

@@ -75,6 +75,20 @@ annotations:
 {{ default (printf "%s-keys" (include "pdray.fullname" .)) .Values.secrets.existingSecret }}
 {{- end -}}
 
+{{/* true where calls want an API key. */}}
+{{- define "pdray.wantsKeys" -}}
+{{- if or .Values.access.existingSecret .Values.access.keys }}true{{ end -}}
+{{- end -}}
+
+{{- define "pdray.keysSecret" -}}
+{{ default (printf "%s-api-keys" (include "pdray.fullname" .)) .Values.access.existingSecret }}
+{{- end -}}
+
+{{/* http or https: what the router's own port speaks. */}}
+{{- define "pdray.scheme" -}}
+{{ ternary "https" "http" (ne .Values.tls.existingSecret "") }}
+{{- end -}}
+
 {{- define "pdray.rayResource" -}}
 {{ default (printf "pdray-%s" .role) .spec.rayResource }}
 {{- end -}}

@@ -114,7 +114,7 @@ topologySpreadConstraints:
   value: redis://:$(VALKEY_PASSWORD)@{{ include "pdray.fullname" $root }}-valkey:6379/0
 {{- else if eq $root.Values.redis.mode "external" }}
 - name: PDRAY_REDIS__URL
-  {{- if $root.Values.redis.external.existingSecret }}
+  {{- if not $root.Values.redis.external.url }}
   valueFrom:
     secretKeyRef:
       name: {{ $root.Values.redis.external.existingSecret | quote }}
@@ -122,6 +122,15 @@ topologySpreadConstraints:
   {{- else }}
   value: {{ $root.Values.redis.external.url | quote }}
   {{- end }}
+{{- range $name, $key := dict "PDRAY_REDIS__PASSWORD" $root.Values.redis.external.passwordKey "PDRAY_REDIS__SENTINEL_PASSWORD" $root.Values.redis.external.sentinelPasswordKey }}
+{{- if $key }}
+- name: {{ $name }}
+  valueFrom:
+    secretKeyRef:
+      name: {{ $root.Values.redis.external.existingSecret | quote }}
+      key: {{ $key | quote }}
+{{- end }}
+{{- end }}
 {{- end }}
 {{- if and (eq $root.Values.weights.source "hub") $root.Values.weights.hub.existingSecret }}
 - name: HF_TOKEN
@@ -166,17 +175,22 @@ httpGet:
 timeoutSeconds: 5
 {{- end -}}
 
-{{/* Does this pod's part of pdray serve? (role) */}}
+{{/* Does this pod's part of pdray serve? (dict "root" $ "role" name) */}}
 {{- define "pdray.serves" -}}
-{{- if eq . "head" -}}
+{{- if eq .role "head" -}}
 httpGet:
   path: /api/gcs_healthz
   port: 8265
 timeoutSeconds: 5
-{{- else if eq . "router" -}}
+{{- else if and (eq .role "router") .root.Values.tls.clientCaKey -}}
+exec:
+  command: [python, /etc/pdray/ask_ready.py, "https://127.0.0.1:8000/ready", /etc/pdray-tls/tls.crt, /etc/pdray-client]
+timeoutSeconds: 5
+{{- else if eq .role "router" -}}
 httpGet:
   path: /ready
   port: 8000
+  scheme: {{ include "pdray.scheme" .root | upper }}
 timeoutSeconds: 5
 {{- else -}}
 exec:
@@ -242,12 +256,12 @@ containers:
       {{- if eq .role "router" }}
       {{- include "pdray.raylet" . | nindent 6 }}
       {{- else }}
-      {{- include "pdray.serves" .role | nindent 6 }}
+      {{- include "pdray.serves" . | nindent 6 }}
       {{- end }}
       periodSeconds: 10
       failureThreshold: {{ mul (int .spec.startupMinutes) 6 }}
     readinessProbe:
-      {{- include "pdray.serves" .role | nindent 6 }}
+      {{- include "pdray.serves" . | nindent 6 }}
       periodSeconds: 5
       failureThreshold: 2
     livenessProbe:
@@ -273,6 +287,9 @@ containers:
         subPath: {{ . | quote }}
         {{- end }}
       {{- end }}
+      {{- range include "pdray.secretMounts" . | fromYamlArray }}
+      - {name: {{ .name }}, mountPath: /etc/pdray-{{ .name }}, readOnly: true}
+      {{- end }}
   {{- if and .command (eq .role "head") }}
   {{- include "pdray.deployer" $root | nindent 2 }}
   {{- end }}
@@ -292,6 +309,25 @@ volumes:
       claimName: {{ default (printf "%s-weights" (include "pdray.fullname" $root)) $root.Values.weights.pvc.existingClaim | quote }}
       readOnly: true
   {{- end }}
+  {{- range include "pdray.secretMounts" . | fromYamlArray }}
+  - name: {{ .name }}
+    secret: {secretName: {{ .secret | quote }}, defaultMode: 288}
+  {{- end }}
+{{- end -}}
+
+{{/* Secrets that a role's pods see as files, under /etc/pdray-<name>; 288 is mode 0440. (dict "root" $ "role" name) */}}
+{{- define "pdray.secretMounts" -}}
+{{- $values := .root.Values -}}
+{{- $found := list -}}
+{{- if eq .role "router" -}}
+{{- if include "pdray.wantsKeys" .root }}{{ $found = append $found (dict "name" "keys" "secret" (include "pdray.keysSecret" .root)) }}{{ end -}}
+{{- with $values.tls.existingSecret }}{{ $found = append $found (dict "name" "tls" "secret" .) }}{{ end -}}
+{{- if and $values.tls.existingSecret $values.tls.clientCaKey }}{{ $found = append $found (dict "name" "client" "secret" $values.tls.clientSecret) }}{{ end -}}
+{{- end -}}
+{{- if and (ne .role "head") (eq $values.redis.mode "external") -}}
+{{- with $values.redis.external.tls.existingSecret }}{{ $found = append $found (dict "name" "redis" "secret" .) }}{{ end -}}
+{{- end -}}
+{{- toYaml $found -}}
 {{- end -}}
 
 {{/* The container that sends the Serve configuration to the head beside it, in mode plain. */}}
@@ -322,6 +358,10 @@ volumes:
   value: {{ include "pdray.gcsRedis" . }}
 - name: RAY_external_storage_namespace
   value: {{ include "pdray.fullname" . }}
+{{- with .Values.head.faultTolerance.username }}
+- name: REDIS_USERNAME
+  value: {{ . | quote }}
+{{- end }}
 {{- with include "pdray.gcsPassword" . }}
 - name: REDIS_PASSWORD
   {{- . | nindent 2 }}

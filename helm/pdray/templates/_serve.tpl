@@ -12,6 +12,27 @@
 {{- $_ := set $args "transfer.protocol" "rdma" -}}
 {{- with .Values.rdma.devices }}{{ $_ := set $args "transfer.device" . }}{{ end -}}
 {{- end -}}
+{{- if include "pdray.wantsKeys" . }}{{ $_ := set $args "access.keys_file" (printf "/etc/pdray-keys/%s" .Values.access.fileKey) }}{{ end -}}
+{{- with .Values.tls -}}
+{{- if .existingSecret -}}
+{{- $_ := set $args "tls.cert_file" "/etc/pdray-tls/tls.crt" -}}
+{{- $_ := set $args "tls.key_file" "/etc/pdray-tls/tls.key" -}}
+{{- with .clientCaKey }}{{ $_ := set $args "tls.client_ca_file" (printf "/etc/pdray-tls/%s" .) }}{{ end -}}
+{{- end -}}
+{{- end -}}
+{{- if eq .Values.redis.mode "external" -}}
+{{- with .Values.redis.external -}}
+{{- if ne .topology "standalone" }}{{ $_ := set $args "redis.topology" .topology }}{{ end -}}
+{{- if eq .topology "sentinel" }}{{ $_ := set $args "redis.service" .service }}{{ end -}}
+{{- with .username }}{{ $_ := set $args "redis.username" . }}{{ end -}}
+{{- with .sentinelUsername }}{{ $_ := set $args "redis.sentinel_username" . }}{{ end -}}
+{{- if .tls.existingSecret -}}
+{{- range $setting, $key := dict "ca_file" .tls.caKey "cert_file" .tls.certKey "key_file" .tls.keyKey -}}
+{{- with $key }}{{ $_ := set $args (printf "redis.%s" $setting) (printf "/etc/pdray-redis/%s" .) }}{{ end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- range $section, $fields := .Values.settings -}}
 {{- range $name, $value := $fields -}}
 {{- $_ := set $args (printf "%s.%s" $section $name) $value -}}
@@ -28,7 +49,9 @@
 {{- if and (gt (int $role.accelerator.count) 0) (eq $role.accelerator.resource "nvidia.com/gpu") -}}
 {{- $_ := set $options "num_gpus" (int $role.accelerator.count) -}}
 {{- end -}}
-{{- $deployments = append $deployments (dict "name" $name "num_replicas" (int $role.replicas) "max_replicas_per_node" 1 "ray_actor_options" $options) -}}
+{{- $deployment := dict "name" $name "num_replicas" (int $role.replicas) "max_replicas_per_node" 1 "ray_actor_options" $options -}}
+{{- if and (eq $name "router") $.Values.live }}{{ $_ := set $deployment "user_config" $.Values.live }}{{ end -}}
+{{- $deployments = append $deployments $deployment -}}
 {{- end -}}
 {{- end -}}
 proxy_location: HeadOnly

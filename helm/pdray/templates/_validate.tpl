@@ -39,6 +39,28 @@
 {{- if and .Values.httpRoute.enabled (not .Values.httpRoute.parentRefs) -}}
 {{- fail "httpRoute needs httpRoute.parentRefs" -}}
 {{- end -}}
+{{- if and .Values.access.keys .Values.access.existingSecret -}}
+{{- fail "access: give existingSecret or keys, not both" -}}
+{{- end -}}
+{{- if and (include "pdray.wantsKeys" .) .Values.monitoring.serviceMonitor.enabled (not .Values.monitoring.serviceMonitor.apiKey.existingSecret) -}}
+{{- fail "monitoring.serviceMonitor needs monitoring.serviceMonitor.apiKey.existingSecret, a key of scope metrics, where access asks for keys" -}}
+{{- end -}}
+{{- $tls := .Values.tls -}}
+{{- if and $tls.clientCaKey (not (and $tls.existingSecret $tls.clientSecret)) -}}
+{{- fail "tls.clientCaKey needs tls.existingSecret, and tls.clientSecret for probes" -}}
+{{- end -}}
+{{- if eq .Values.redis.mode "external" -}}
+{{- $redis := .Values.redis.external -}}
+{{- if and (or $redis.passwordKey $redis.sentinelPasswordKey) (not $redis.existingSecret) -}}
+{{- fail "redis.external.passwordKey and sentinelPasswordKey are keys of redis.external.existingSecret, which is empty" -}}
+{{- end -}}
+{{- if and $redis.tls.existingSecret $redis.url (not (hasPrefix "rediss://" $redis.url)) -}}
+{{- fail "redis.external.tls needs redis.external.url to begin with rediss://" -}}
+{{- end -}}
+{{- if ne (empty $redis.tls.certKey) (empty $redis.tls.keyKey) -}}
+{{- fail "redis.external.tls.certKey and keyKey belong together" -}}
+{{- end -}}
+{{- end -}}
 {{- if and .Values.rdma.enabled (eq .Values.transport "tcp") -}}
 {{- fail "rdma needs transport mooncake or auto" -}}
 {{- end -}}
