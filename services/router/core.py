@@ -59,15 +59,13 @@ class RouterCore:
         """``index``: the Redis of this application, owned by the caller; None: the router serves on Attach alone."""
         if not config.secret:
             raise ValueError("secret must not be empty: workers refuse unsigned calls")
-        self.config = config
-        self._built = config
+        self.config = self._built = config
         self._reload_refused = ""
         self.card = card
         self.identity = RouterIdentity(f"router-{secrets.token_hex(4)}", secrets.token_hex(8))
         self.metrics = RouterMetrics(self._samples)
-        self.timelines = Timelines(
-            config.router.timelines_kept, 2 * config.router.max_queue + 64, clock, on_close=self._closed
-        )
+        kept, most = config.router.timelines_kept, 2 * config.router.max_queue + 64
+        self.timelines = Timelines(kept, most, clock, on_close=self._closed)
         stall_s = config.worker.stall_s
         self.view = View(card.model_fingerprint, card.tokenizer_fingerprint, stall_s, clock)
         settings = FleetSettings(

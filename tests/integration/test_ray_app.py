@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import urllib.error
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -182,3 +183,61 @@ def test_a_redeploy_lets_running_streams_end_and_serves_on_the_same_ports(serve_
 
     until("new workers are ready at the same address", renewed, limit_s=180)
     assert re.search(r"\w", post(f"{serve_app.base}/v1/completions", PROMPT)["choices"][0]["text"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("serve_app", [{"model": "tiny", "prefill": 1, "decode": 1}], indirect=True)
+def test_an_upgrade_and_its_rollback_cut_no_stream(serve_app: ServeApp) -> None:
+    def ids() -> set[str]:
+        try:
+            return {w["worker_id"] for role in ("prefill", "decode") for w in serve_app.workers(role)}
+        except OSError:
+            return set()
+
+    streams: list[Stream] = []
+    name, built = "engine.max_num_batched_tokens", dict(serve_app.args)
+    for change in ({name: 256}, {}):  # the upgrade, and back
+        old = ids()
+        streams += (now := [Stream(serve_app.base, max_tokens=900) for _ in range(20)])
+        until("every stream has begun", lambda now=now: all(stream.begun() for stream in now))
+        serve_app.settings["applications"][0]["args"] = built | change
+        serve_app.write()
+        serve_app.serve("deploy", str(serve_app.file))
+        until("both workers are new ones", lambda old=old: len(ids()) == 2 and not ids() & old, limit_s=180)
+        until("the application runs", lambda: serve_app.status()["status"] == "RUNNING", limit_s=120, period_s=1)
+    for stream in streams:
+        stream.join(180)
+    assert [stream.finish_reasons for stream in streams] == [["length"]] * 40
+    assert all(stream.has_ended_properly for stream in streams)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("serve_app", [{"model": "tiny", "prefill": 1, "decode": 1}], indirect=True)
+def test_live_settings_count_without_a_restart_and_a_bad_one_ends_nothing(serve_app: ServeApp) -> None:
+    def deploy(**live: Any) -> None:
+        router = {"name": "router", "user_config": live} if live else {"name": "router"}
+        serve_app.settings["applications"][0]["deployments"] = [router]
+        serve_app.write()
+        serve_app.serve("deploy", str(serve_app.file))
+
+    def shown() -> dict[str, Any]:
+        settings: dict[str, Any] = get(f"{serve_app.base}/v1/cluster")["settings"]
+        return settings
+
+    epochs = {w["epoch"] for w in get(f"{serve_app.base}/v1/cluster")["workers"]}
+    stream = Stream(serve_app.base, max_tokens=900)
+    until("the stream has begun", stream.begun)
+    deploy(slo={"ttft_ms": 60_000}, limits={"prompts": 1})
+    until("the router has them", lambda: shown()["reloaded"] == {"slo.ttft_ms": 60_000, "limits.prompts": 1})
+    with pytest.raises(urllib.error.HTTPError, match="400"):
+        post(f"{serve_app.base}/v1/completions", PROMPT | {"prompt": ["a", "b"]})
+    deploy(limits={"prompt": 1})
+    until("the mistake is shown", lambda: shown()["refused"].startswith("limits.prompt cannot"))
+    assert shown()["reloaded"] == {"slo.ttft_ms": 60_000, "limits.prompts": 1}
+    deploy()
+    until("all is as it was built", lambda: shown() == {"reloaded": {}, "refused": ""})
+    assert len(post(f"{serve_app.base}/v1/completions", PROMPT | {"prompt": ["a", "b"]})["choices"]) == 2
+    stream.join(180)
+    assert stream.finish_reasons == ["length"]
+    assert {w["epoch"] for w in get(f"{serve_app.base}/v1/cluster")["workers"]} == epochs
+    assert serve_app.status()["status"] == "RUNNING"

@@ -18,7 +18,7 @@ PORTS = ["--port", "0", "--grpc-port", "0", "--set", "router.serve_port=0", "--s
 
 def serve(model: Path, *more: str) -> list[str]:
     command = [sys.executable, "-m", "services.cli", "serve", "--model", str(model), "--dtype", "float32"]
-    return [*command, "--transport", "tcp", "--num-blocks", "64", *PORTS, *more]
+    return [*command, "--transport", "tcp", *([] if "--num-blocks" in more else ["--num-blocks", "64"]), *PORTS, *more]
 
 
 def base_of(command: Command) -> str:
@@ -26,9 +26,14 @@ def base_of(command: Command) -> str:
 
 
 @pytest.mark.timeout(400)
-def test_a_server_answers_and_a_signal_ends_it_with_all_that_it_started(tiny_model_folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("num_streams", "num_blocks"), [(4, 64), pytest.param(20, 1400, marks=pytest.mark.slow)], ids=["4", "20"]
+)
+def test_a_server_answers_and_a_signal_ends_it_with_all_that_it_started(
+    tiny_model_folder: Path, num_streams: int, num_blocks: int
+) -> None:
     memory = shared_memory()
-    with running(serve(tiny_model_folder)) as command:
+    with running(serve(tiny_model_folder, "--num-blocks", str(num_blocks))) as command:
         base = base_of(command)
         ports = [int(part) for part in command.wait_for(r":(\d+), gRPC (\d+)").groups()] + [int(base.rsplit(":", 1)[1])]
         command.wait_for("curl http")
@@ -42,7 +47,7 @@ def test_a_server_answers_and_a_signal_ends_it_with_all_that_it_started(tiny_mod
         assert cluster["redis"]["mode"] == "embedded"
         started = {process.name() for process in command.descendants()}
         assert any("valkey" in name for name in started)
-        streams = [Stream(base, max_tokens=900) for _ in range(4)]
+        streams = [Stream(base, max_tokens=900) for _ in range(num_streams)]
         until("every stream has begun", lambda: all(stream.begun() for stream in streams))
 
         command.send(signal.SIGTERM)
