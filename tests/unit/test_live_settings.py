@@ -161,3 +161,9 @@ async def test_a_bad_one_at_the_start_fails_the_start_and_one_after_the_end_is_n
 
 def test_serve_calls_it_at_every_start() -> None:
     assert deployment(BUILT).user_config == {}, "without one Serve would call it at a change only"
+
+
+def test_the_page_lists_every_live_setting() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "install.md").read_text(encoding="utf-8")
+    rows = page.split("<!-- live -->")[1].split("<!-- /live -->")[0].strip().splitlines()[2:]
+    assert rows == [f"| `{section}` | {', '.join(f'`{name}`' for name in names)} |" for section, names in LIVE.items()]
