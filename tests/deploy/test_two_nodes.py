@@ -98,7 +98,9 @@ class Rig:
 
     def hand_off(self, prompt: str) -> tuple[str, str, str]:
         """Where the prompt was computed, where the answer, and how the KV went there."""
-        shown = get(f"{self.base}/debug/requests/{self.complete(prompt)}")
+        shown: dict[str, Any] = {}
+        url = f"{self.base}/debug/requests/{self.complete(prompt)}"
+        until("the hand-off is reported", lambda: shown.update(get(url)) or shown["handoff"], 10)
         workers = self.workers()
         return self.place(workers[shown["prefill"]]), self.place(workers[shown["decode"]]), shown["transport"]
 
