@@ -73,6 +73,10 @@ class LimitsConfig:
     """Content parts of one message."""
     prompts: int = 16
     """Prompts of one completion request."""
+    texts: int = 2048
+    """Texts of one embedding request, or of one side of a score."""
+    text_tokens: int = 300_000
+    """Tokens of all of them together, counted while they are tokenized."""
     logprobs: int = 20
     """Likeliest tokens told with each token (``logprobs``, ``top_logprobs``, ``prompt_logprobs``)."""
     stops: int = 16

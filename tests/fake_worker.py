@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):  # type: ignore[misc]
             max_model_len=4096,
             model_name="fake",
             transport=transport,
+            hidden_size=3,
         )
         self.load = worker_pb2.Load(blocks_total=NUM_BLOCKS, blocks_free=NUM_BLOCKS)
         self.submits: list[worker_pb2.SubmitRequest] = []
@@ -288,6 +290,10 @@ async def run_normally(worker: FakeWorker, submit: worker_pb2.SubmitRequest) -> 
     """The whole answer, at once, behind what of it exists already."""
     request = submit.request
     times = worker_pb2.StageTimes(queue_ms=1, compute_ms=2)
+    if request.pools:
+        state = struct.pack("<3f", len(request.prompt_ids), request.prompt_ids[0], 1)
+        worker.spawn(worker.output(request, 0, finish="stop", times=times, pooled=state))
+        return
     first, last = len(request.output_ids), request.sampling.max_tokens - 1
     if not submit.HasField("reader"):
         tokens = [token(i) for i in range(first, last + 1)]

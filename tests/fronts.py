@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from services.config import ModelConfig, RouterConfig, ServeConfig
@@ -137,6 +138,19 @@ def hanging(after: str = "") -> Script:
     return script
 
 
+def pooling(states: Mapping[tuple[int, ...], Sequence[float]]) -> Script:
+    """A script that gives each prompt, by its token ids, a state; the more tokens, the longer it takes."""
+
+    async def script(request: RouterRequest) -> AsyncIterator[TokenEvent]:
+        assert request.pools
+        await asyncio.sleep(0.001 * len(request.prompt_ids))
+        yield TokenEvent(
+            token_ids=(), finish_reason="stop", pooled=np.array(states[request.prompt_ids], "<f4").tobytes()
+        )
+
+    return script
+
+
 class ScriptedFlow:
     """Plays ``script`` for each request and keeps how each one ended: done, closed, cancelled or error."""
 
@@ -181,9 +195,15 @@ class FakeCore:
         self.timelines = Timelines(self.config.router.timelines_kept)
         self.not_ready = ""
         self.capacity = 0
+        self.width = 0  # of pooled states
 
     def ready(self) -> tuple[bool, str]:
         return not self.not_ready, self.not_ready
+
+    def hidden_size(self) -> int:
+        if not self.width:
+            raise RequestError(ErrorCode.NOT_YET_SUPPORTED, "no embeddings: these workers give no hidden states")
+        return self.width
 
     def capacity_tokens(self) -> int:
         return self.capacity

@@ -6,7 +6,9 @@ must be framed as its API says. `StrictAnswers` checks all that passes through i
 
 from __future__ import annotations
 
+import base64
 import json
+import struct
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -62,6 +64,9 @@ def check_document(data: dict[str, Any]) -> None:
     if data.get("type") == "error":
         strictly(claude.ErrorResponse, data)
         return
+    if data.get("object") == "list" and "usage" in data:
+        strictly(oai.CreateEmbeddingResponse, _decoded(data))
+        return
     if data.get("object") == "list":
         for item in data["data"]:
             check_document(item)
@@ -70,6 +75,18 @@ def check_document(data: dict[str, Any]) -> None:
         strictly(claude.Message, data)
         return
     strictly(OPENAI_TYPES[data["object"]], _nulls_filled(data))
+
+
+def _decoded(data: dict[str, Any]) -> dict[str, Any]:
+    """The package types a vector as numbers, and makes them of base64 itself."""
+    entries = []
+    for item in data["data"]:
+        vector = item["embedding"]
+        if isinstance(vector, str):
+            raw = base64.b64decode(vector, validate=True)
+            vector = [x for (x,) in struct.iter_unpack("<f", raw)]
+        entries.append({**item, "embedding": vector})
+    return {**data, "data": entries}
 
 
 def _nulls_filled(data: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvstore.transfer import messages as t
-from services.decode.times import stage_times
 from services.decode.verify import verify
 from services.engine import messages as m
 from services.protocol.errors import ErrorCode, RequestError
@@ -27,6 +26,7 @@ from services.worker.core import WorkerCore
 from services.worker.handoff.both import HandoffRole
 from services.worker.handoff.inbound import Inbound, check_fingerprint
 from services.worker.live import LiveRequest
+from services.worker.times import stage_times
 from services.worker.translate import from_logprobs, to_sequence
 
 _log = logging.getLogger("pdray.decode")

@@ -87,6 +87,7 @@ def serve(channel: ChildChannel, memory_fd: int, progress_fd: int, config: dict[
             attention=engine.runner.model.attention,
             path=engine.runner.model.path.name,
             path_note=engine.runner.model.note,
+            hidden_size=engine.runner.model.path.hidden_size,
         )
     )
     busy = False

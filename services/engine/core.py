@@ -246,6 +246,7 @@ class Engine:
             part = SequenceOutput(seq_id=seq_id, position=0, token_ids=(), prompt_start=first, prompt_logprobs=told)
             self._emit([part], seq_id)
         for output in self.scheduler.complete(step, done.taken.tokens, done.taken.failures):
+            output.pooled = done.taken.pooled.get(output.seq_id, b"")
             self._emit([_scored(output, done.taken.logprobs)], output.seq_id)
         self._copy()
         if self.scheduler.roster.bad_names > self._bad_names:

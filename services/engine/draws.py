@@ -50,6 +50,7 @@ class Taken:
     logprobs: Mapping[tuple[str, int], TokenLogprobs] = field(default_factory=dict)  # by (group id, choice)
     prompt_logprobs: Mapping[str, tuple[int, tuple[TokenLogprobs, ...]]] = field(default_factory=dict)
     """By group id: index of the first prompt token told about, and what is told."""
+    pooled: Mapping[str, bytes] = field(default_factory=dict)  # by sequence id, float32
 
     def __or__(self, other: Taken) -> Taken:
         return Taken(*({**getattr(self, f.name), **getattr(other, f.name)} for f in fields(Taken)))

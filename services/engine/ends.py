@@ -32,6 +32,11 @@ def output_of(seq: Sequence, choice: int, token_id: int, reason: str) -> Sequenc
     )
 
 
+def pooled_of(seq: Sequence) -> SequenceOutput:
+    """The end of a sequence that pools; the states themselves are not the scheduler's."""
+    return SequenceOutput(seq_id=seq.group_id, position=0, token_ids=(), finish_reason="stop")
+
+
 def failure_of(seq: Sequence, message: str) -> SequenceOutput:
     """The end of a sequence that cannot go on."""
     return SequenceOutput(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from services.engine.attention import AttentionBackend
 from services.engine.batch import PagedMemory, Span, pack
-from services.engine.computation import Forwarded, fetch, to_device
+from services.engine.computation import NO_SUMS, Forwarded, fetch, to_device
 
 
 class GenericPath:
@@ -21,7 +21,10 @@ class GenericPath:
         self.name = f"generic:{backend.name}"
         self.asked: dict[int, tuple[float, int]] = {}
         """Of each layer, what its attention was last called with: scaling, window."""
+        head = module.get_output_embeddings()
+        self.hidden_size = 0 if head is None else int(head.weight.shape[1])
         self._finite: torch.Tensor | None = None
+        self._states: torch.Tensor | None = None  # of the forward under way, behind the last norm
         module.base_model.register_forward_hook(self._watch)
 
     def forward(
@@ -30,6 +33,7 @@ class GenericPath:
         spans: Sequence[Span],
         wanted: Sequence[tuple[int, int]],
         on_layer: Callable[[int], None] | None = None,
+        sums: Mapping[int, torch.Tensor] = NO_SUMS,
     ) -> Forwarded:
         """See `ModelPath.forward`."""
         batch = pack(memory, self.backend, spans, on_layer)
@@ -44,11 +48,16 @@ class GenericPath:
             )
         self.asked = batch.asked
         assert self._finite is not None
-        logits, finite = fetch(output.logits[0], self._finite)
-        self._finite = None
+        assert self._states is not None
+        parts = [self._states[batch.starts[i] : batch.ends[i] + 1].float().sum(0) for i in sums]
+        logits, finite, *added = fetch(output.logits[0], self._finite, *parts)
+        self._finite = self._states = None
+        for total, part in zip(sums.values(), added, strict=True):
+            total += part
         each = finite.tolist()
         sound = tuple(all(each[a : b + 1]) for a, b in zip(batch.starts, batch.ends, strict=True))
         return Forwarded(logits, sound)
 
     def _watch(self, _module: Any, _args: Any, output: Any) -> None:
-        self._finite = torch.isfinite(output[0][0].sum(-1))
+        self._states = output[0][0]
+        self._finite = torch.isfinite(self._states.sum(-1))

@@ -54,7 +54,9 @@ def check_sequence(message: AddSequence, limits: Limits) -> None:
         raise invalid(f"token id {wrong} is outside the vocabulary of {limits.vocab_size}", "prompt")
     _check_sampling(message.sampling, limits)
     _check_shaping(message.sampling, limits)
-    if num_given >= limits.max_model_len:
+    if message.pools:
+        _check_pooling(message)
+    if num_given >= limits.max_model_len + message.pools:
         raise RequestError(
             ErrorCode.CONTEXT_LENGTH_EXCEEDED,
             f"{num_given} tokens leave no room for an answer within {limits.max_model_len} (model.max_model_len)",
@@ -72,7 +74,7 @@ def check_sequence(message: AddSequence, limits: Limits) -> None:
     if message.block_names and (not message.root or not all(message.block_names)):
         raise invalid("block names need a root, and none may be empty")
     num_tokens = len(message.prompt_ids) if len(outputs) > 1 else num_given
-    if not message.hand_off:
+    if not (message.hand_off or message.pools):
         num_tokens = limits.most_tokens(len(message.prompt_ids), num_given, message.sampling.max_tokens)
     if limits.blocks(num_tokens) > limits.num_blocks:
         raise RequestError(
@@ -80,6 +82,14 @@ def check_sequence(message: AddSequence, limits: Limits) -> None:
             f"the request may need {num_tokens} tokens of KV, {limits.blocks(num_tokens)} blocks; the worker has "
             f"{limits.num_blocks} blocks, {limits.num_blocks * limits.block_size} tokens (engine.num_blocks)",
         )
+
+
+def _check_pooling(message: AddSequence) -> None:
+    """Nothing is drawn, so nothing may be asked of it."""
+    sampling = message.sampling
+    asks = message.output_ids or message.outputs or sampling.grammar or sampling.prompt_logprobs >= 0
+    if asks or message.n > 1 or message.hand_off:
+        raise invalid("a prompt whose hidden states are pooled is neither continued nor handed off")
 
 
 def _check_choices(message: AddSequence) -> None:

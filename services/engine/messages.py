@@ -75,6 +75,7 @@ class AddSequence:
     salt: str = ""
     n: int = 1
     offered_blocks: int = 0  # leading full blocks of the prompt that a peer offers to write; see LoadWanted
+    pools: bool = False  # draw nothing: the output is the mean of the prompt's last hidden states, see `engine.pooling`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +163,7 @@ class EngineReady:
     attention: str
     path: str = ""  # how the model is computed: fused:…, generic:…
     path_note: str = ""  # why not faster
+    hidden_size: int = 0  # of the states that can be pooled; 0: there are none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,6 +245,7 @@ class SequenceOutput:
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of token_ids, where they were asked for
     prompt_start: int = 0  # index of the prompt token that prompt_logprobs[0] is about
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    pooled: bytes = b""  # float32, of a sequence that pools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

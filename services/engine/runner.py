@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -14,6 +14,7 @@ from services.engine.draws import Drawer, Taken, wanted_rows
 from services.engine.grammar import Grammars
 from services.engine.intake import Limits
 from services.engine.loader import LoadedModel
+from services.engine.pooling import Pooling
 from services.engine.sequence import Work
 
 log = logging.getLogger("pdray.engine")
@@ -54,6 +55,7 @@ class Runner:
         self._memory = PagedMemory.over(layers)
         self.grammars = grammars
         self._drawer = Drawer(limits, grammars)
+        self._pooling = Pooling(model.path.hidden_size)
 
     @classmethod
     def over(cls, model: LoadedModel, memory: KVMemory, limits: Limits, grammars: Grammars | None = None) -> Runner:
@@ -106,9 +108,12 @@ class Runner:
     def _forward(self, work: Sequence[Work], on_layer: OnLayer | None) -> Executed:
         spans = [Span(w.sequence.token_ids[w.start : w.stop], w.start, w.sequence.block_ids) for w in work]
         wanted = wanted_rows(work)
-        done = self.model.path.forward(self._memory, spans, wanted.rows, on_layer)
+        sums = self._pooling.sums(work)
+        done = self.model.path.forward(self._memory, spans, wanted.rows, on_layer, sums)
         failures = {item.sequence.seq_id: _BAD_KV for item, sound in zip(work, done.sound, strict=True) if not sound}
         taken = self._drawer.take(work, wanted, done.logits, failures)
+        if sums:
+            taken = replace(taken, pooled=self._pooling.take(work, sums, taken.failures))
         return Executed(taken, tally_of(work, sum(len(span.token_ids) for span in spans)))
 
 

@@ -21,6 +21,7 @@ from kvstore.errors import OutOfBlocks
 from kvstore.pool import BlockPool
 from services.engine.admission import Admission
 from services.engine.budget import share_budget
+from services.engine.ends import pooled_of
 from services.engine.intake import Limits, check_sequence
 from services.engine.messages import AddSequence, ReserveSequence, SequenceOutput, StartSequence
 from services.engine.placing import Placing
@@ -183,7 +184,10 @@ class Scheduler:
             seq.num_computed_tokens = stop
             seq.num_known_tokens = max(seq.num_known_tokens, stop)
             self.roster.name_blocks(seq)
-            if draws:
+            if seq.pools and work.samples:
+                self.roster.release(seq)
+                outputs.append(pooled_of(seq))
+            elif draws:
                 outputs += self._append(seq, {choice: tokens[key] for key, choice in draws})
         return outputs
 

@@ -44,7 +44,7 @@ LEGAL = {
 }
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
     """Owned by the scheduler; others read it. ``token_ids`` is the prompt and all outputs."""
 
@@ -73,6 +73,7 @@ class Sequence:
     load_blocks: int = 0  # while LOADING: so many behind the named ones are being filled
     num_saved_blocks: int = 0  # leading ones that the tier has, or was given
     may_load: bool = True  # no load for it has come short
+    pools: bool = False  # it ends with its prompt, all of it computed here: so its blocks have no names
     num_overtaken: int = 0  # placements of later ones while this one did not fit
     last_turn: int = 0  # when it was last computed, counted in works
     rank: int = 0  # what the policy puts before arrival in `order`
@@ -103,8 +104,8 @@ class Sequence:
             num_prompt_tokens=len(message.prompt_ids),
             num_given_tokens=len(given),
             sampling=message.sampling,
-            root=message.root,
-            names=list(message.block_names),
+            root=b"" if message.pools else message.root,
+            names=[] if message.pools else list(message.block_names),
             priority=message.priority,
             arrival=arrival,
             hand_off=message.hand_off,
@@ -112,6 +113,7 @@ class Sequence:
             rank=rank,
             offered_blocks=message.offered_blocks,
             offered_by=PEER if message.offered_blocks else "",
+            pools=message.pools,
             parting=parting if len(parting) > 1 else {},
         )
 
@@ -180,14 +182,14 @@ class Work:
 
     @property
     def samples(self) -> bool:
-        """The next token comes out of this step."""
+        """The next token comes out of this step, or what is pooled."""
         return self.stop == self.sequence.num_tokens
 
     @property
     def draws(self) -> list[tuple[str, int]]:
         """(key, choice) of each token that comes out of this step; the key of a sequence's first choice is its id."""
         seq = self.sequence
-        if self.start + self.count != len(seq.token_ids):
+        if self.start + self.count != len(seq.token_ids) or seq.pools:
             return []
         if len(seq.choices) == 1:
             return [(seq.seq_id, seq.choices[0])]

@@ -26,6 +26,7 @@ from services.worker.core import WorkerCore
 from services.worker.handoff.both import HandoffRole
 from services.worker.handoff.ticket import Ticket, TicketLost
 from services.worker.live import LiveRequest
+from services.worker.times import stage_times
 from services.worker.translate import to_error, to_logprobs, to_sequence
 
 RETARGET_WAIT_S = 10.0
@@ -45,6 +46,10 @@ class Writer(HandoffRole):
     # --- from the router ---
 
     async def submit(self, live: LiveRequest, reader: worker_pb2.Reader | None) -> None:
+        if live.request.pools:
+            self._core.send_engine(to_sequence(live, hand_off=False))
+            self._core.emit_event(live, "queued", side="writer")
+            return
         if reader is None:
             raise RequestError(ErrorCode.INTERNAL, "a prefill worker needs a reader to hand the KV to")
         self._handoffs[live.seq_id] = Handoff(live, reader, live.request.attempt)
@@ -61,6 +66,8 @@ class Writer(HandoffRole):
         handoff.retarget.put_nowait(request)
 
     async def abort(self, live: LiveRequest, reason: str) -> None:
+        if live.request.pools:
+            self._core.send_engine(m.AbortSequence(seq_id=live.seq_id))
         handoff = self._handoffs.pop(live.seq_id, None)
         if handoff is not None and not self._puller.abort(live, reason):
             self._core.spawn(self._abandon(handoff, reason), "abandon")
@@ -85,9 +92,11 @@ class Writer(HandoffRole):
 
     def on_output(self, live: LiveRequest, output: m.SequenceOutput) -> bool:
         handoff = self._handoffs.get(live.seq_id)
-        if handoff is None:
-            return True
         now = self._core.clock()
+        if handoff is None:
+            if live.request.pools:
+                self._core.emit_tokens(live, output, stage_times(live, output, now))
+            return True
         if output.prompt_logprobs:
             self._core.emit_tokens(live, output, None)
             return False

@@ -32,6 +32,7 @@ from services.protocol.client_messages import Tool as Tool
 from services.protocol.client_messages import Usage as Usage
 from services.protocol.client_messages import (
     chat_request,
+    embed_request,
     generate_request,
     infer_request,
     infer_texts,
@@ -130,9 +131,9 @@ class PdrayClient(_Client):
         finally:
             call.cancel()
 
-    def embed(self, texts: Sequence[str]) -> tuple[tuple[float, ...], ...]:
-        """One vector for each text. Raises RequestError NOT_YET_SUPPORTED where the model gives none."""
-        reply = self._ask(self._stub.Embed, inference_pb2.EmbedRequest(texts=texts))
+    def embed(self, texts: Sequence[str | Sequence[int]], *, normalize: bool = True) -> tuple[tuple[float, ...], ...]:
+        """One vector for each text, or list of token ids, in order. Raises RequestError."""
+        reply = self._ask(self._stub.Embed, embed_request(texts, normalize))
         return tuple(tuple(vector.values) for vector in reply.embeddings)
 
     def tokenize(self, text: str | Iterable[Message]) -> tuple[int, ...]:
@@ -249,8 +250,10 @@ class AsyncPdrayClient(_Client):
         finally:
             call.cancel()
 
-    async def embed(self, texts: Sequence[str]) -> tuple[tuple[float, ...], ...]:
-        reply = await self._ask(self._stub.Embed, inference_pb2.EmbedRequest(texts=texts))
+    async def embed(
+        self, texts: Sequence[str | Sequence[int]], *, normalize: bool = True
+    ) -> tuple[tuple[float, ...], ...]:
+        reply = await self._ask(self._stub.Embed, embed_request(texts, normalize))
         return tuple(tuple(vector.values) for vector in reply.embeddings)
 
     async def tokenize(self, text: str | Iterable[Message]) -> tuple[int, ...]:

@@ -182,6 +182,17 @@ def tokenize_request(text: str | Iterable[Message]) -> inference_pb2.TokenizeReq
     return inference_pb2.TokenizeRequest(chat=inference_pb2.Chat(messages=[message_proto(m) for m in text]))
 
 
+def embed_request(texts: Sequence[str | Sequence[int]], normalize: bool) -> inference_pb2.EmbedRequest:
+    """``texts``: all of them text, or all of them token ids."""
+    request = inference_pb2.EmbedRequest(normalize=normalize)
+    for text in texts:
+        if isinstance(text, str):
+            request.texts.append(text)
+        else:
+            request.token_ids.add(ids=text)
+    return request
+
+
 def infer_request(
     texts: Sequence[str], model: str, parameters: Mapping[str, Any]
 ) -> open_inference_pb2.ModelInferRequest:

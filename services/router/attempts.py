@@ -34,6 +34,7 @@ from services.router.plan import (
     reader,
     source,
     to_proto,
+    unserved,
 )
 from services.router.timeline import Timeline
 from services.router.types import RouterRequest
@@ -69,7 +70,7 @@ class Attempts:
     async def begin(self) -> None:
         """Choose workers and submit. Raises RequestError."""
         self._deps.health.judge()
-        if error := self._deps.view.no_pair():
+        if error := unserved(self._request, self._deps.view):
             raise error
         chosen = await self._deps.gate.enter(self._request, self._plan, self.limit(), self._timeline)
         if chosen is None:
@@ -110,7 +111,7 @@ class Attempts:
     def remember(self) -> None:
         """The answer is complete: until their events say so, its blocks count as cached where it was decoded."""
         x = self._exchange
-        if self._named is not None and x.num_choices == 1:
+        if self._named is not None and x.num_choices == 1 and not self._request.pools:
             holder = x.decode_id or x.prefill_id
             self._deps.view.routed({holder}, names_after(self._named, x.lanes[0].tokens))
 
@@ -175,7 +176,7 @@ class Attempts:
         """None: no pair and no mixed worker is there, or none that was not avoided. Raises RequestError NEVER_FITS at
         the first attempt; later ones may be larger than what a prefill worker holds, which is the failure's to tell."""
         deps = self._deps
-        if deps.view.no_pair() is not None:
+        if unserved(self._request, deps.view) is not None:
             return None
         try:
             self._turn = deps.next_turn() if self._turn is None else self._turn
@@ -188,7 +189,7 @@ class Attempts:
     def _plan_here(self) -> Plan | None:
         """One worker for everything, if it can be expected to give a token within the budget."""
         deps = self._deps
-        if deps.view.kind() is None:
+        if deps.view.kind() is None or self._request.pools:
             return None
         found = plan_here(self._name(), deps.view, deps.fabric, self._avoided())
         late = found is not None and deps.clock() + found.decision.choice.terms.cost_ms / 1000 > self.limit()[0]

@@ -167,6 +167,11 @@ class RouterCore:
         live = {"reloaded": difference(self._built, self.config), "refused": self._reload_refused}
         return shown | {"settings": live}
 
+    def hidden_size(self) -> int:
+        if error := self.view.no_pooler():
+            raise error
+        return min(e.registration.hidden_size for e in self.view.poolers())
+
     def capacity_tokens(self) -> int:
         return self.view.capacity_tokens()
 
@@ -234,6 +239,9 @@ class RouterCore:
         if timeline.outcome != "ok" or ttft_ms is None or e2e_ms is None:
             return
         m.prompt_tokens.inc(timeline.prompt_tokens)
+        if timeline.is_pooled:
+            m.embed_s.observe(e2e_ms / 1000)
+            return
         m.cached_tokens.inc(timeline.cached_tokens)
         m.output_tokens.inc(timeline.output_tokens)
         m.ttft_s.observe(ttft_ms / 1000)

@@ -85,6 +85,7 @@ class Exchange:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # from the second token on
     failure: Failure | None = None
     cached_tokens: int = 0
+    pooled: bytes = b""
     last_token_s: float = 0.0
     _is_computed: bool = False  # the prefill worker of this attempt has given a token
     _is_resumed: bool = False  # this attempt goes on behind tokens of earlier ones
@@ -170,8 +171,9 @@ class Exchange:
             self._fail(ErrorCode.INTERNAL, f"choice {output.choice} of {self.num_choices} came", worker_id)
             self._wake.set()
             return
-        if output.token_ids and worker_id == self.prefill_id and not self._is_computed:
+        if (output.token_ids or output.pooled) and worker_id == self.prefill_id and not self._is_computed:
             self._is_computed = True
+            self.pooled = output.pooled
             self.on_first_token()
             if not self._is_resumed:
                 self.cached_tokens = output.cached_tokens

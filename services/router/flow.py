@@ -72,6 +72,7 @@ class Flow:
         is_front_s = self._timelines.live(request.request_id) is not None
         timeline = self._timelines.open(request.request_id, request.label, request.received_s)
         timeline.prompt_tokens, timeline.slo = len(request.prompt_ids), request.slo
+        timeline.is_pooled = request.pools
         self._count(1)
         run: Run | None = None
         outcome = "cancelled"
@@ -120,7 +121,7 @@ class Flow:
 
     def _record(self, request: RouterRequest, output_tokens: int) -> None:
         """A request that was let in or refused for its times is part of the traffic; one that was wrong is not."""
-        if self._deps.recorder.is_active:
+        if self._deps.recorder.is_active and not request.pools:
             salt = block_salt(request.tenant, request.salt)
             self._deps.recorder.note(request.received_s, request.prompt_ids, salt, output_tokens)
 

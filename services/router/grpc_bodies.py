@@ -29,6 +29,21 @@ def generate_body(request: inference_pb2.GenerateRequest) -> dict[str, Any]:
     return body
 
 
+def embed_body(request: inference_pb2.EmbedRequest) -> dict[str, Any]:
+    """The body of an embedding request.
+
+    Raises:
+        RequestError: both texts and token ids.
+    """
+    if request.texts and request.token_ids:
+        raise invalid("give either texts or token_ids", "token_ids")
+    body: dict[str, Any] = {"model": request.model or None}
+    body["input"] = [list(ids.ids) for ids in request.token_ids] or list(request.texts)
+    if request.HasField("normalize"):
+        body["normalize"] = request.normalize
+    return body
+
+
 def chat_body(request: inference_pb2.ChatRequest) -> dict[str, Any]:
     """The body of a chat completion.
 

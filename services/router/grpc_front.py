@@ -16,9 +16,10 @@ from services.protocol.proto import inference_pb2
 from services.router.access.keys import ADMIN
 from services.router.access.rpc import current_caller, raw_metadata
 from services.router.admission.slo import slo_headers
-from services.router.api.hidden_states import no_states
+from services.router.api.embed_ask import embed_ask
+from services.router.embedding import embed
 from services.router.front import Arrival, Front, label_of, outcome_of
-from services.router.grpc_bodies import chat_body, generate_body, messages_body, piece
+from services.router.grpc_bodies import chat_body, embed_body, generate_body, messages_body, piece
 from services.router.grpc_errors import answering, remaining_s, streaming
 from services.router.validate import Ask, chat_ask, completion_ask
 
@@ -54,9 +55,15 @@ class InferenceServicer:
 
     @answering
     async def Embed(self, request: inference_pb2.EmbedRequest, grpc_context: Any) -> inference_pb2.EmbedResponse:
-        """Refused with a reason: no worker gives hidden states."""
-        self._front.check_model(request.model)
-        raise no_states(self._front, "embeddings", "texts")
+        """The same vectors as over HTTP."""
+        front, body = self._front, embed_body(request)
+        front.check_limits(body)
+        ask = embed_ask(body, front.model, front.text.vocab_size)
+        found = await embed(front, ask, arrival_of(request.request_id, grpc_context))
+        return inference_pb2.EmbedResponse(
+            embeddings=[inference_pb2.Embedding(values=vector.tolist()) for vector in found.vectors],
+            usage=inference_pb2.Usage(prompt_tokens=found.prompt_tokens),
+        )
 
     @answering
     async def Tokenize(
@@ -87,6 +94,7 @@ class InferenceServicer:
             fingerprint=card.model_fingerprint,
             tokenizer_fingerprint=card.tokenizer_fingerprint,
             has_chat_template=bool(card.chat_template),
+            can_embed=_can_embed(front),
         )
 
     @answering
@@ -146,6 +154,14 @@ class InferenceServicer:
                     is_first = False
         finally:
             answer.close()
+
+
+def _can_embed(front: Front) -> bool:
+    """Whether a worker that is there now would."""
+    try:
+        return front.core.hidden_size() > 0
+    except RequestError:
+        return False
 
 
 def arrival_of(label: str, grpc_context: Any) -> Arrival:

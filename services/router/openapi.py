@@ -246,6 +246,21 @@ TOKENIZE = _operation(
     )
 )
 DETOKENIZE = _operation(_body(["tokens"], {"model": _COMMON["model"], "tokens": _IDS}))
-_TEXTS = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "minItems": 1}]}
-EMBEDDINGS = _operation(_body(["input"], {"model": _COMMON["model"], "input": _TEXTS}))
+_SOME_TEXTS = {"type": "array", "items": _TEXT, "minItems": 1}
+_SOME_IDS = {**_IDS, "minItems": 1}
+_TEXTS = {"anyOf": [_TEXT, _SOME_TEXTS]}
+EMBEDDINGS = _operation(
+    _body(
+        ["input"],
+        {
+            "model": _COMMON["model"],
+            "input": {"anyOf": [_TEXT, _SOME_TEXTS, _SOME_IDS, {"type": "array", "items": _SOME_IDS, "minItems": 1}]},
+            "encoding_format": {"enum": ["float", "base64", None], "description": "float by default."},
+            "dimensions": _nullable("integer", "Only the size of the model's vectors.", minimum=1),
+            "normalize": _nullable("boolean", "false: the mean itself, not brought to the length 1."),
+            "add_special_tokens": _nullable("boolean", "false: no start token before a text."),
+            "priority": _COMMON["priority"],
+        },
+    )
+)
 SCORE = _operation(_body(["text_1", "text_2"], {"model": _COMMON["model"], "text_1": _TEXTS, "text_2": _TEXTS}))

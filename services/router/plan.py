@@ -103,6 +103,7 @@ def check(request: RouterRequest, max_model_len: int) -> None:
         raise invalid(f"max_tokens must be at least 1, got {answer}", "max_tokens")
     if request.sampling.min_tokens > answer:
         raise invalid(f"min_tokens ({request.sampling.min_tokens}) is above max_tokens ({answer})", "min_tokens")
+    answer = 0 if request.pools else answer
     if prompt + answer > max_model_len:
         raise RequestError(
             ErrorCode.CONTEXT_LENGTH_EXCEEDED,
@@ -114,6 +115,8 @@ def check(request: RouterRequest, max_model_len: int) -> None:
 def name_prompt(request: RouterRequest, kind: Kind, outputs: Mapping[int, tuple[int, ...]] | None = None) -> Named:
     """Costs about a microsecond per block. ``outputs``: of choices that go on, where some tokens have come already."""
     named = Named(request, kind, kind.root(block_salt(request.tenant, request.salt)), [], outputs or {})
+    if request.pools:
+        return named  # it neither uses nor leaves cached blocks
     return replace(named, names=block_names((*request.prompt_ids, *named.own), kind.block_size, named.root))
 
 
@@ -135,17 +138,13 @@ def plan(named: Named, view: View, fabric: FabricMeter, policy: Ask, avoid: Coll
     Raises:
         RequestError: NEVER_FITS where workers are there but none could ever hold the prompt.
     """
+    if named.request.pools:
+        return _plan_pooled(named, view, fabric, avoid)
     prompt = named.prompt
     workers = view.candidates(named.names, avoid)
     decision = choose(policy[0], prompt, workers, fabric.now(), policy[1], policy[2])
     if decision is None:
-        most = capacity(view.candidates(named.names))
-        if most and prompt.num_blocks > most:
-            raise RequestError(
-                ErrorCode.NEVER_FITS,
-                f"the prompt needs {prompt.num_blocks} KV blocks of {prompt.block_size} tokens, workers have {most} "
-                "(engine.num_blocks)",
-            )
+        _check_fits(prompt, capacity(view.candidates(named.names)))
         return None
     chosen = decision.choice
     by_id = {w.worker_id: w for w in workers}
@@ -186,13 +185,44 @@ def plan_here(named: Named, view: View, fabric: FabricMeter, avoid: Collection[s
     groups = [[w for w in workers if w.role == role and (w.worker_id in avoid) is avoided]
               for role in ("mixed", "decode") for avoided in (False, True)]  # fmt: skip
     for group in groups:
-        alone = {w.worker_id: replace(w, role="mixed") for w in group}
-        decision = choose("cost", named.prompt, list(alone.values()), fabric.now())
-        if decision is not None:
-            w = alone[decision.choice.prefill_id]
-            booking = _booking(named, w, w)
-            return Plan(prefill_id=w.worker_id, decode_id="", booking=booking, decision=decision)
+        if found := _alone(named, group, fabric):
+            return found
     return None
+
+
+def unserved(request: RouterRequest, view: View) -> RequestError | None:
+    """Why nobody could take the request now; None where somebody could."""
+    return view.no_pooler() if request.pools else view.no_pair()
+
+
+def _plan_pooled(named: Named, view: View, fabric: FabricMeter, avoid: Collection[str]) -> Plan | None:
+    """One worker that computes prompts, prefill or mixed. Raises as `plan`."""
+    there = {e.worker_id for e in view.poolers()}
+    workers = [w for w in view.candidates((), avoid) if w.worker_id in there]
+    found = _alone(named, workers, fabric)
+    if found is None:
+        _check_fits(named.prompt, max((w.num_blocks for w in view.candidates(()) if w.worker_id in there), default=0))
+    return found
+
+
+def _alone(named: Named, workers: Sequence[Worker], fabric: FabricMeter) -> Plan | None:
+    """The best of these, which does everything by itself."""
+    alone = {w.worker_id: replace(w, role="mixed") for w in workers}
+    decision = choose("cost", named.prompt, list(alone.values()), fabric.now())
+    if decision is None:
+        return None
+    w = alone[decision.choice.prefill_id]
+    return Plan(prefill_id=w.worker_id, decode_id="", booking=_booking(named, w, w), decision=decision)
+
+
+def _check_fits(prompt: Prompt, most: int) -> None:
+    """Raises RequestError NEVER_FITS where workers are there, with ``most`` blocks, and none could hold the prompt."""
+    if most and prompt.num_blocks > most:
+        raise RequestError(
+            ErrorCode.NEVER_FITS,
+            f"the prompt needs {prompt.num_blocks} KV blocks of {prompt.block_size} tokens, workers have {most} "
+            "(engine.num_blocks)",
+        )
 
 
 def to_proto(named: Named, identity: RouterIdentity, attempt: int, sampling: worker_pb2.Sampling) -> worker_pb2.Request:
@@ -212,6 +242,7 @@ def to_proto(named: Named, identity: RouterIdentity, attempt: int, sampling: wor
         sampling=sampling,
         priority=request.priority,
         n=request.n,
+        pools=request.pools,
     )
 
 

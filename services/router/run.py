@@ -110,4 +110,5 @@ class Run:
             choice=choice,
             logprobs=logprobs,
             prompt_logprobs=tuple(x.prompt_logprobs) if is_first else (),
+            pooled=x.pooled,
         )

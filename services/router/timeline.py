@@ -70,6 +70,7 @@ class Timeline:
     cached_tokens: int = 0
     output_tokens: int = 0  # of all choices
     longest_choice_tokens: int = 0
+    is_pooled: bool = False
     slo: SLO = NO_SLO
     promise: Promise | None = None  # what was predicted when it came
     first_stages: Stages = field(default_factory=Stages)

@@ -92,6 +92,7 @@ class RouterRequest:
     prompt_ids: tuple[int, ...]
     sampling: SamplingSpec = field(default_factory=SamplingSpec)
     n: int = 1  # choices, each drawn by itself
+    pools: bool = False  # no token is drawn: the one event has the mean of the prompt's last hidden states
     salt: str = ""  # cache_salt; equal prompts under different salts share no KV
     tenant: str = ""  # of the authenticated key; likewise
     label: str = ""  # the client's X-Request-Id, sanitised; need not be unique
@@ -111,6 +112,7 @@ class TokenEvent:
     choice: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of token_ids, where they were asked for
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # from the second prompt token on; in the first event only
+    pooled: bytes = b""  # float32, little-endian
 
 
 class TokenFlow(Protocol):
@@ -171,6 +173,10 @@ class Core(Protocol):
 
     def ready(self) -> tuple[bool, str]:
         """Whether a request could be served now, and if not, why (for /ready)."""
+        ...
+
+    def hidden_size(self) -> int:
+        """Numbers in a pooled state of the served model. Raises RequestError where no worker gives any now, or ever."""
         ...
 
     def capacity_tokens(self) -> int:

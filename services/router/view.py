@@ -140,6 +140,24 @@ class View:
             retry_after_s=RETRY_AFTER_S,
         )
 
+    def poolers(self) -> list[WorkerEntry]:
+        """Ready workers that compute prompts and give their hidden states."""
+        return [e for e in self._prompt_workers() if e.registration.hidden_size]
+
+    def no_pooler(self) -> RequestError | None:
+        """NO_WORKERS where no prompt can be computed now, NOT_YET_SUPPORTED where no worker gives hidden states."""
+        if self.poolers():
+            return None
+        if there := self._prompt_workers():
+            names = ", ".join(e.worker_id for e in there)
+            text = f"there are no embeddings and no scores: the model's path on {names} gives no hidden states"
+            return RequestError(ErrorCode.NOT_YET_SUPPORTED, text)
+        text = "no prefill worker, and no mixed worker, is ready"
+        return RequestError(ErrorCode.NO_WORKERS, text, retry_after_s=RETRY_AFTER_S)
+
+    def _prompt_workers(self) -> list[WorkerEntry]:
+        return [e for e in self.entries() if e.state is WorkerState.READY and e.role in ("prefill", "mixed")]
+
     def _worker(self, e: WorkerEntry, cached_blocks: int, tier_blocks: Mapping[str, int], usual_rate: float) -> Worker:
         load, booked = e.load, self.bookings
         return Worker(

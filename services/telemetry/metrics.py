@@ -161,6 +161,10 @@ class RouterMetrics:
             "pdray_tpot_seconds", "Mean time per token after the first, of answers of at least two tokens.",
             buckets=_TOKEN_S, registry=registry,
         )  # fmt: skip
+        self.embed_s = Histogram(
+            "pdray_embed_seconds", "Received to the last vector of its request, by text.", buckets=_LATENCY_S,
+            registry=registry,
+        )  # fmt: skip
         self.itl_s = Histogram(
             "pdray_itl_seconds", "Time between two token messages of a stream.", buckets=_TOKEN_S, registry=registry
         )

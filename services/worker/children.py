@@ -142,6 +142,7 @@ class Children:
         note = f" ({ready.path_note})" if ready.path_note else ""
         _log.info("the engine computes %s by %s, attention %s%s", ready.dtype, ready.path, ready.attention, note)
         self._core.registration.pid = ready.pid
+        self._core.registration.hidden_size = ready.hidden_size
         self._core.last_progress_s = self._core.clock()
 
     def _on_engine(self, message: Any) -> None:

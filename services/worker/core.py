@@ -123,10 +123,11 @@ class WorkerCore:
         if not length:
             raise RequestError(ErrorCode.INVALID_REQUEST, "the prompt has no tokens")
         length += max((len(o.token_ids) for o in request.outputs), default=len(request.output_ids))
-        if length >= limit:
+        most = limit if request.pools else limit - 1
+        if length > most:
             raise RequestError(
                 ErrorCode.CONTEXT_LENGTH_EXCEEDED,
-                f"there are {length} tokens before the next one, this worker takes {limit - 1}",
+                f"there are {length} tokens before the next one, this worker takes {most}",
             )
 
     async def drop_choices(self, request_id: str, attempt: int, choices: Collection[int]) -> None:

@@ -32,6 +32,7 @@ def to_sequence(
         priority=r.priority,
         n=live.num_choices,
         offered_blocks=offered_blocks,
+        pools=r.pools,
         sampling=_sampling(r.sampling, tells_prompt=tells_prompt),
     )
 
@@ -84,6 +85,7 @@ def to_output(live: LiveRequest, output: m.SequenceOutput, times: worker_pb2.Sta
         logprobs=[to_logprobs(x) for x in output.logprobs],
         prompt_start=output.prompt_start,
         prompt_logprobs=[to_logprobs(x) for x in output.prompt_logprobs],
+        pooled=output.pooled,
     )
 
 

@@ -59,3 +59,14 @@ def generate(folder: Path, prompts: Sequence[list[int]], num_tokens: int) -> lis
         best = torch.stack(out.logits).squeeze(1).topk(2).values
         found.append(Expected(prompt, out.sequences[0, len(prompt) :].tolist(), (best[:, 0] - best[:, 1]).tolist()))
     return found
+
+
+def mean_states(folder: Path, prompts: Sequence[list[int]]) -> list[torch.Tensor]:
+    """[hidden] of each prompt: the mean of transformers' last hidden states over its tokens, float32."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        return [
+            model(torch.tensor([prompt]), output_hidden_states=True).hidden_states[-1][0].mean(0) for prompt in prompts
+        ]

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from services.engine.batch import PagedMemory, Span
-from services.engine.computation import Forwarded
+from services.engine.computation import NO_SUMS, Forwarded
 from services.engine.native.library import MAX_HEAD_DIM, PANEL, Kernels, LayerParts, ModelParts, OnLayer, StepParts
 
 FAMILY = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
@@ -82,6 +82,7 @@ class FusedPath:
         self._scale = asked[0][0]
         self._cosine, self._sine = _angles(module, max_positions)
         self._head_dim = int(module.model.layers[0].self_attn.head_dim)
+        self.hidden_size = int(config.hidden_size)
 
     def forward(
         self,
@@ -89,6 +90,7 @@ class FusedPath:
         spans: Sequence[Span],
         wanted: Sequence[tuple[int, int]],
         on_layer: Callable[[int], None] | None = None,
+        sums: Mapping[int, torch.Tensor] = NO_SUMS,
     ) -> Forwarded:
         """See `ModelPath.forward`."""
         counts = np.array([len(span.token_ids) for span in spans], dtype=np.int32)
@@ -114,8 +116,14 @@ class FusedPath:
         )
         if on_layer is not None:
             step.on_layer = OnLayer(on_layer)
+        if sums:
+            pool = np.array([(rows[i], counts[i]) for i in sums], dtype=np.int32)
+            added = torch.stack(list(sums.values()))
+            step.pools, step.pool, step.sums = len(sums), pool.ctypes.data, added.data_ptr()
         if self._kernels.run(self._handle(memory), ctypes.byref(step)):
             raise MemoryError(f"no memory for the activations of {len(ids)} tokens")
+        for i, total in enumerate(sums.values()):
+            total.copy_(added[i])
         sound = np.logical_and.reduceat(finite, rows[:-1]) if len(spans) else finite
         return Forwarded(logits, tuple(bool(ok) for ok in sound))
 

@@ -49,9 +49,10 @@ class StepParts(ctypes.Structure):
     """As in model.h."""
 
     _fields_ = [
-        *((name, c_int32) for name in ("tokens", "spans", "rows")),
+        *((name, c_int32) for name in ("tokens", "spans", "rows", "pools")),
         *((n, c_void_p) for n in ("ids", "span", "blocks", "wanted", "logits", "finite")),
         ("on_layer", OnLayer),
+        *((n, c_void_p) for n in ("pool", "sums")),
     ]
 
 

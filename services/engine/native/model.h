@@ -8,6 +8,7 @@
 // how many tokens a step holds, except how fast it is.
 #pragma once
 
+#include <algorithm>
 #include <cstdlib>
 #include <memory>
 #include <vector>
@@ -36,7 +37,7 @@ struct ModelParts {
   void* const* memory;  // of each layer
 };
 struct StepParts {
-  int32_t tokens, spans, rows;
+  int32_t tokens, spans, rows, pools;
   const int32_t* ids;              // [tokens]
   const int32_t* span;             // [spans][3]: row, count, first position
   const int32_t* const* blocks;    // [spans]
@@ -44,6 +45,8 @@ struct StepParts {
   float* logits;                   // [rows][vocab]
   uint8_t* finite;                 // [tokens]
   void (*on_layer)(int32_t);       // or null
+  const int32_t* pool;             // [pools][2]: row, count
+  float* sums;                     // [pools][hidden], added to
 };
 }
 
@@ -176,7 +179,12 @@ class Model {
     for (int t = rows.first; t < rows.stop; ++t) {
       step.finite[t] = all_finite(x_ + size_t(t) * hidden, hidden);
     }
-    if (!step.rows) return;
+    if (step.rows) predict(step, own);
+    if (step.pools) pool(step, rows, own);
+  }
+
+  void predict(const StepParts& step, const Thread& own) {
+    const int hidden = m_.hidden;
     for (int i = share(step.rows, own).first; i < share(step.rows, own).stop; ++i)
       norm_row(x_ + size_t(step.wanted[i]) * hidden, m_.norm_out, hidden, m_.epsilon,
                [&](int k, __m512 v) { store16(place(normed_, hidden / STEP, i, k), v); });
@@ -189,6 +197,29 @@ class Model {
       _mm512_mask_storeu_ps(to, left >= 16 ? 0xffff : (1u << left) - 1, a);
       if (left > 16) _mm512_mask_storeu_ps(to + 16, left >= 32 ? 0xffff : (1u << (left - 16)) - 1, b);
     });
+  }
+
+  // Adds the normed rows of each pooled span to its sum, one after the other, so that the sum depends neither on where a
+  // prompt is cut nor on the threads. Their residuals are overwritten, which nobody needs any more.
+  void pool(const StepParts& step, Range rows, const Thread& own) {
+    const int hidden = m_.hidden;
+    for (int p = 0; p < step.pools; ++p) {
+      const int first = step.pool[2 * p], stop = first + step.pool[2 * p + 1];
+      for (int t = std::max(rows.first, first); t < std::min(rows.stop, stop); ++t) {
+        float* x = x_ + size_t(t) * hidden;
+        norm_row(x, m_.norm_out, hidden, m_.epsilon, [x](int i, __m512 v) { _mm512_storeu_ps(x + i, v); });
+      }
+    }
+    team_.barrier();
+    Range mine = share(hidden / 16, own);
+    for (int p = 0; p < step.pools; ++p)
+      for (int i = 16 * mine.first; i < 16 * mine.stop; i += 16) {
+        float* sum = step.sums + size_t(p) * hidden + i;
+        __m512 v = _mm512_loadu_ps(sum);
+        for (int t = step.pool[2 * p]; t < step.pool[2 * p] + step.pool[2 * p + 1]; ++t)
+          v = _mm512_add_ps(v, _mm512_loadu_ps(x_ + size_t(t) * hidden + i));
+        _mm512_storeu_ps(sum, v);
+      }
   }
 
   void run_layer(int layer, const StepParts& step, Thread& own, Workspace<E>& workspace) {

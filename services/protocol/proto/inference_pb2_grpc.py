@@ -89,7 +89,7 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """One vector for each text. UNIMPLEMENTED where the served model gives none.
+        """One vector for each text: the mean of its tokens' last hidden states. UNIMPLEMENTED where no worker gives these.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

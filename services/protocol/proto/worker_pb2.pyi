@@ -25,7 +25,7 @@ class Fingerprint(_message.Message):
     def __init__(self, model: _Optional[str] = ..., tokenizer: _Optional[str] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., layout_version: _Optional[int] = ..., geometry_json: _Optional[str] = ..., protocol_version: _Optional[int] = ...) -> None: ...
 
 class Registration(_message.Message):
-    __slots__ = ("worker_id", "role", "epoch", "address", "fingerprint", "node", "pid", "num_blocks", "max_model_len", "model_name", "transport", "draining", "signature", "issued_at", "transport_note", "spare_transports")
+    __slots__ = ("worker_id", "role", "epoch", "address", "fingerprint", "node", "pid", "num_blocks", "max_model_len", "model_name", "transport", "draining", "signature", "issued_at", "transport_note", "spare_transports", "hidden_size")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +42,7 @@ class Registration(_message.Message):
     ISSUED_AT_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_NOTE_FIELD_NUMBER: _ClassVar[int]
     SPARE_TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: str
     epoch: str
@@ -58,7 +59,8 @@ class Registration(_message.Message):
     issued_at: float
     transport_note: str
     spare_transports: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., epoch: _Optional[str] = ..., address: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., model_name: _Optional[str] = ..., transport: _Optional[str] = ..., draining: _Optional[bool] = ..., signature: _Optional[bytes] = ..., issued_at: _Optional[float] = ..., transport_note: _Optional[str] = ..., spare_transports: _Optional[_Iterable[str]] = ...) -> None: ...
+    hidden_size: int
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., epoch: _Optional[str] = ..., address: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., model_name: _Optional[str] = ..., transport: _Optional[str] = ..., draining: _Optional[bool] = ..., signature: _Optional[bytes] = ..., issued_at: _Optional[float] = ..., transport_note: _Optional[str] = ..., spare_transports: _Optional[_Iterable[str]] = ..., hidden_size: _Optional[int] = ...) -> None: ...
 
 class DescribeRequest(_message.Message):
     __slots__ = ()
@@ -134,7 +136,7 @@ class TokenLogprobs(_message.Message):
     def __init__(self, logprob: _Optional[float] = ..., rank: _Optional[int] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("request_id", "attempt", "router_id", "router_epoch", "prompt_ids", "output_ids", "root_digest", "block_names", "sampling", "remaining_ms", "priority", "n", "outputs")
+    __slots__ = ("request_id", "attempt", "router_id", "router_epoch", "prompt_ids", "output_ids", "root_digest", "block_names", "sampling", "remaining_ms", "priority", "n", "outputs", "pools")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -148,6 +150,7 @@ class Request(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     N_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    POOLS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     router_id: str
@@ -161,7 +164,8 @@ class Request(_message.Message):
     priority: int
     n: int
     outputs: _containers.RepeatedCompositeFieldContainer[ChoiceOutputs]
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., router_id: _Optional[str] = ..., router_epoch: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., root_digest: _Optional[bytes] = ..., block_names: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., remaining_ms: _Optional[int] = ..., priority: _Optional[int] = ..., n: _Optional[int] = ..., outputs: _Optional[_Iterable[_Union[ChoiceOutputs, _Mapping]]] = ...) -> None: ...
+    pools: bool
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., router_id: _Optional[str] = ..., router_epoch: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., root_digest: _Optional[bytes] = ..., block_names: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., remaining_ms: _Optional[int] = ..., priority: _Optional[int] = ..., n: _Optional[int] = ..., outputs: _Optional[_Iterable[_Union[ChoiceOutputs, _Mapping]]] = ..., pools: _Optional[bool] = ...) -> None: ...
 
 class ChoiceOutputs(_message.Message):
     __slots__ = ("choice", "token_ids")
@@ -278,7 +282,7 @@ class StageTimes(_message.Message):
     def __init__(self, queue_ms: _Optional[float] = ..., kv_load_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ..., transfer_exposed_ms: _Optional[float] = ..., wait_ms: _Optional[float] = ...) -> None: ...
 
 class Output(_message.Message):
-    __slots__ = ("request_id", "attempt", "position", "token_ids", "finish_reason", "error", "cached_tokens", "times", "choice", "logprobs", "prompt_start", "prompt_logprobs")
+    __slots__ = ("request_id", "attempt", "position", "token_ids", "finish_reason", "error", "cached_tokens", "times", "choice", "logprobs", "prompt_start", "prompt_logprobs", "pooled")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -291,6 +295,7 @@ class Output(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_START_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    POOLED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     position: int
@@ -303,7 +308,8 @@ class Output(_message.Message):
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
     prompt_start: int
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[str] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., times: _Optional[_Union[StageTimes, _Mapping]] = ..., choice: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., prompt_start: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
+    pooled: bytes
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[str] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., times: _Optional[_Union[StageTimes, _Mapping]] = ..., choice: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., prompt_start: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., pooled: _Optional[bytes] = ...) -> None: ...
 
 class TimelineEvent(_message.Message):
     __slots__ = ("request_id", "attempt", "name", "at_ms", "detail_json")

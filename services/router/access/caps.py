@@ -40,8 +40,14 @@ def check_limits(body: Mapping[str, Any], limits: LimitsConfig) -> None:
 
 def _counts(body: Mapping[str, Any]) -> Iterator[tuple[str, int, str, str]]:
     """(field, how many, setting, of what)."""
+    for field in ("input", "text_1", "text_2"):
+        items = _list(body.get(field))
+        if items and isinstance(items[0], str | list):
+            yield field, len(items), "texts", "texts"
     for field in ("messages", "input"):
         items = _list(body.get(field))
+        if items and field == "input" and not isinstance(items[0], dict):
+            continue  # texts or token ids to embed
         yield field, len(items), "messages", "messages"
         for i, item in enumerate(items):
             message = _map(item)

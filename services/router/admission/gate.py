@@ -141,7 +141,7 @@ class Gate:
         self._held.ended(request.request_id)
         if output_tokens:
             self._order.charge(request.tenant, output_tokens)
-        if is_finished:
+        if is_finished and not request.pools:
             self._rooms.answers.observe(max(1, output_tokens // request.n))
         self._rooms.learn()
         self._pump()

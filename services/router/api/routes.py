@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-from services.router.api import hidden_states, tokens
+from services.router.api import embed, tokens
 from services.router.api.generate import message, respond
 from services.router.begin import read_body
 from services.router.front import Front
@@ -19,7 +19,7 @@ def add_api_routes(app: FastAPI, front: Front, live: Live) -> None:
     """Add them all."""
     _add_generation(app, front, live)
     _add_tokens(app, front)
-    _add_hidden_states(app, front)
+    _add_embeddings(app, front, live)
 
 
 def _add_generation(app: FastAPI, front: Front, live: Live) -> None:
@@ -46,12 +46,12 @@ def _add_tokens(app: FastAPI, front: Front) -> None:
         return JSONResponse(await tokens.detokenize(front, await read_body(front, request)))
 
 
-def _add_hidden_states(app: FastAPI, front: Front) -> None:
-    @app.post("/v1/embeddings", openapi_extra=EMBEDDINGS, summary="Refused: no model here has them", tags=[OPENAI])
+def _add_embeddings(app: FastAPI, front: Front, live: Live) -> None:
+    @app.post("/v1/embeddings", openapi_extra=EMBEDDINGS, summary="A vector for each text", tags=[OPENAI])
     async def embeddings(request: Request) -> Response:
-        hidden_states.embed(front, await read_body(front, request))
+        return await embed.embeddings(front, live, request)
 
-    @app.post("/v1/score", openapi_extra=SCORE, summary="Refused: no model here has them", tags=[TOKENS])
-    @app.post("/score", openapi_extra=SCORE, summary="Refused: no model here has them", tags=[TOKENS])
+    @app.post("/v1/score", openapi_extra=SCORE, summary="How alike texts are", tags=[TOKENS])
+    @app.post("/score", openapi_extra=SCORE, summary="How alike texts are", tags=[TOKENS])
     async def score(request: Request) -> Response:
-        hidden_states.score(front, await read_body(front, request))
+        return await embed.score(front, live, request)

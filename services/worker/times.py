@@ -1,4 +1,4 @@
-"""Where a decode worker's time went, for the timeline."""
+"""Where the time of a worker that gives the whole answer went, for the timeline."""
 
 from __future__ import annotations
 
