@@ -16,7 +16,7 @@ later ones are computed, so all but the last layer's share of the computing hide
 
 from __future__ import annotations
 
-import heapq
+from collections import Counter
 from collections.abc import Sequence
 
 from services.router.policy_cost import DELAY as DELAY
@@ -59,19 +59,19 @@ def choose(
     """
     if policy not in POLICIES:
         raise ValueError(f"router.policy must be {', '.join(POLICIES[:-1])} or {POLICIES[-1]}, got {policy!r}")
-    pairs = _feasible(prompt, workers)
-    if not pairs:
+    fitting = sorted((w for w in workers if w.num_blocks >= prompt.num_blocks), key=lambda w: w.worker_id)
+    roles = Counter(w.role for w in fitting)
+    considered = roles["prefill"] * roles["decode"] + roles["mixed"]
+    if not considered:
         return None
-    costs = Costs.of(prompt, pairs, workers, fabric)
-    all_ms = costs.all_ms(pairs)  # pairs come in order of ids, so the first of equal ones is the right one
-    shown = [costs.key(pairs[i]) for i in heapq.nsmallest(SHOWN_CANDIDATES, range(len(pairs)), key=all_ms.__getitem__)]
-    chosen = shown[0] if policy == "cost" else costs.key(RIVALS[policy](prompt, pairs, turn, draws))
-    return Decision(
-        policy=policy,
-        choice=costs.candidate(chosen),
-        candidates=tuple(costs.candidate(key) for key in shown),
-        considered=len(pairs),
-    )
+    costs = Costs(prompt, fitting, workers, fabric)
+    shown = costs.cheapest(SHOWN_CANDIDATES)
+    candidates = tuple(costs.candidate(key) for key in shown)
+    choice = candidates[0]
+    if policy != "cost":
+        first, second = RIVALS[policy](prompt, _pairs(fitting), turn, draws)
+        choice = costs.candidate(costs.key(first.worker_id, "" if first is second else second.worker_id))
+    return Decision(policy=policy, choice=choice, candidates=candidates, considered=considered)
 
 
 def capacity(workers: Sequence[Worker]) -> int:
@@ -81,9 +81,8 @@ def capacity(workers: Sequence[Worker]) -> int:
     return max(min(best["prefill"], best["decode"]), mixed)
 
 
-def _feasible(prompt: Prompt, workers: Sequence[Worker]) -> list[Pair]:
-    """Pairs, and mixed workers as pairs with themselves, whose pools hold the prompt at all; in order of ids."""
-    fitting = sorted((w for w in workers if w.num_blocks >= prompt.num_blocks), key=lambda w: w.worker_id)
+def _pairs(fitting: Sequence[Worker]) -> list[Pair]:
+    """Pairs, and mixed workers as pairs with themselves, in order of ids."""
     readers = [w for w in fitting if w.role == "decode"]
     pairs = []
     for worker in fitting:

@@ -1,215 +1,244 @@
-"""What every pair costs, in milliseconds to first token: the terms of `policy.choose`, worked out once for each worker.
+"""What every pair costs, in milliseconds to first token: the terms of `policy.choose`, found without trying all pairs.
 
-A pair adds only the transfer to what its two halves cost, so 32 × 32 workers are 64 halves and 1024 short sums.
+    cost(P, D) = computed(side) + seen(side, D) + decode(D) + after(side)      a side: P with or without a load
+
+A pair adds only the transfer to what its two halves cost. So with both halves in order of what they cost without one,
+the search ends where even a hidden transfer would be too dear: of 32 × 32 pairs it looks at some tens. What a prefill
+worker may load is worked out when the search comes to it, if it does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from services.router.loads import Need, Offer, load_or_compute
-from services.router.policy_types import Candidate, Fabric, Pair, Prompt, Terms, Worker, uncached_tokens
+from services.router.loads import LoadCost
+from services.router.policy_types import Candidate, Fabric, Prompt, Terms, Worker, uncached_tokens
 
 PRESSURE_STEPS = 1 / 16
 """Price of one active sequence on the decode worker, in its decode steps."""
 DELAY = 0.5
 """Price of a millisecond of computing for each prompt that waits or runs on a prefill worker, on average."""
-Key = tuple[float, str, str, int, str]  # cost, prefill worker, decode worker or "", rank of the holder, holder or ""
+NOT_LOADED, FROM_READER, FROM_OTHER = range(3)
+"""In this order where the cost is equal."""
+Key = tuple[float, str, str, int, str]
+"""Cost, prefill worker, decode worker or "", one of the three above, holder or ""."""
 
 
-@dataclass(frozen=True, slots=True)
-class Half:
-    """What one worker adds to a pair, worked out once however many pairs it is in."""
+@dataclass(slots=True)
+class Side:
+    """One way to have a prompt's KV complete on a prefill or mixed worker."""
 
-    worker: Worker
-    queue_ms: float  # as the prefill side
+    held_blocks: int  # by whom it is loaded from
+    load_ms: float
     compute_ms: float
     computed_ms: float  # until its KV is complete: queue, load, computing
-    delay_ms: float  # what computing it costs others
     hidden_ms: float  # of the computing, that a transfer may take without being seen
-    missing_bytes: int  # as the decode side
+    after_ms: float  # what it costs others
+
+
+Way = tuple[str, Side]
+"""A holder, or "", and what it comes to."""
+
+
+@dataclass(slots=True)
+class First:
+    """A prefill or mixed worker."""
+
+    worker: Worker
+    queue_ms: float
+    alone: Side  # nothing loaded
+    floor: Side  # no way is cheaper: as deep as the deepest holder, for nothing
+    ways: tuple[Way, ...] = ()  # that no other beats, whatever the transfer takes; empty: not worked out yet
+    by_holder: Mapping[str, Side] = field(default_factory=dict)  # all that are faster than computing
+
+
+@dataclass(slots=True)
+class Second:
+    """A decode or mixed worker."""
+
+    worker: Worker
+    scaled_bytes: int  # that it lacks, times 1000
     admission_ms: float
     pressure_ms: float
-    load_ms: float = 0.0
-    holder_id: str = ""
-    held_blocks: int = 0
-
-    @property
-    def worker_id(self) -> str:
-        return self.worker.worker_id
-
-    @property
-    def decode_ms(self) -> float:
-        return self.admission_ms + self.pressure_ms
-
-    @classmethod
-    def of(cls, prompt: Prompt, w: Worker, crowd: float) -> Half:
-        """Of a worker by itself, without anything loaded to it. ``crowd``: prompts on a prefill worker, on average."""
-        uncached = uncached_tokens(prompt, w.cached_blocks)
-        compute_ms = 1000 * uncached / w.prefill_tokens_per_s
-        queue_ms = 1000 * w.queued_tokens / w.prefill_tokens_per_s
-        return cls(
-            worker=w,
-            queue_ms=queue_ms,
-            compute_ms=compute_ms,
-            computed_ms=queue_ms + 0.0 + compute_ms,
-            delay_ms=DELAY * crowd * compute_ms,
-            hidden_ms=compute_ms * (1 - 1 / prompt.num_layers),
-            missing_bytes=uncached * prompt.token_bytes,
-            admission_ms=_admission_ms(prompt, w),
-            pressure_ms=w.active_sequences * w.step_ms * PRESSURE_STEPS,
-        )
-
-    def need(self, prompt: Prompt) -> Need:
-        """The prompt, as loads to this worker are reckoned."""
-        return Need(
-            num_tokens=prompt.num_tokens,
-            block_size=prompt.block_size,
-            token_bytes=prompt.token_bytes,
-            num_layers=prompt.num_layers,
-            own_blocks=self.worker.cached_blocks,
-            tokens_per_s=self.worker.prefill_tokens_per_s,
-        )
-
-    def pulled(self, need: Need, offer: Offer, crowd: float) -> Half | None:
-        """The same worker with what is offered; None where that is slower than computing it."""
-        found = load_or_compute(need, (offer,))
-        if found.offer is None:
-            return None
-        return replace(
-            self,
-            load_ms=found.load_ms,
-            compute_ms=found.compute_ms,
-            computed_ms=self.queue_ms + found.load_ms + found.compute_ms,
-            delay_ms=DELAY * crowd * found.compute_ms,
-            hidden_ms=found.compute_ms * (1 - 1 / need.num_layers),
-            holder_id=offer.source,
-            held_blocks=offer.blocks,
-        )
+    decode_ms: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Pulls:
-    """What prefill workers may load instead of computing it."""
-
-    sides: Mapping[tuple[str, str], Half]  # by prefill worker and holder, where that is faster
-    best: Mapping[str, tuple[Half, ...]]  # of those the ones that no other beats in both loading and computing
-
-    @classmethod
-    def of(
-        cls, prompt: Prompt, halves: Mapping[str, Half], workers: Sequence[Worker], fabric: Fabric, crowd: float
-    ) -> _Pulls:
-        sides: dict[tuple[str, str], Half] = {}
-        best: dict[str, tuple[Half, ...]] = {}
-        deepest = min(max((w.cached_blocks for w in workers), default=0), prompt.reusable_blocks)
-        for half in halves.values():
-            p = half.worker
-            if fabric.pull_setup_ms is None or p.role != "prefill" or p.cached_blocks >= deepest:
-                continue
-            need = half.need(prompt)
-            offers = [
-                Offer(
-                    source=w.worker_id,
-                    blocks=min(w.cached_blocks, prompt.reusable_blocks),
-                    cost=fabric.load_cost(w.worker_id, p.worker_id),
-                )
-                for w in workers
-                if w.cached_blocks > p.cached_blocks and w.transport == p.transport
-            ]
-            mine = [side for offer in offers if (side := half.pulled(need, offer, crowd)) is not None]
-            sides |= {(p.worker_id, side.holder_id): side for side in mine}
-            best[p.worker_id] = tuple(_unbeaten(mine))
-        return cls(sides, best)
-
-    def options(self, p: Half, decode_id: str) -> Iterator[Half]:
-        """The prefill side without a pull, from the decode worker itself, and from the best others."""
-        yield p
-        if (own := self.sides.get((p.worker_id, decode_id))) is not None:
-            yield own
-        yield from self.best.get(p.worker_id, ())
-
-
-@dataclass(frozen=True, slots=True)
 class Costs:
-    """Of one prompt on these workers."""
+    """Of one prompt on workers that could hold it. ``holders``: all that may have KV of it, too small ones included."""
 
-    halves: Mapping[str, Half]
-    pulls: _Pulls
-    fabric: Fabric
+    def __init__(self, prompt: Prompt, fitting: Sequence[Worker], holders: Sequence[Worker], fabric: Fabric) -> None:
+        self._prompt, self._fabric = prompt, fabric
+        lines = [w.active_sequences for w in fitting if w.role == "prefill"]
+        has_pairs = lines and any(w.role == "decode" for w in fitting)
+        self._crowd = sum(lines) / len(lines) if has_pairs else 0.0
+        self._holders: list[tuple[int, str, str]] = []  # less than 0 by as many blocks, id, transport: the deepest first
+        if fabric.pull_setup_ms is not None:
+            most = prompt.reusable_blocks
+            held = [(-min(w.cached_blocks, most), w.worker_id, w.transport) for w in holders if w.cached_blocks > 0]
+            self._holders = sorted(held)
+        self._firsts = {w.worker_id: self._first(w) for w in fitting if w.role != "decode"}
+        self._seconds = {w.worker_id: self._second(w) for w in fitting if w.role != "prefill"}
 
-    @classmethod
-    def of(cls, prompt: Prompt, pairs: Sequence[Pair], workers: Sequence[Worker], fabric: Fabric) -> Costs:
-        sides = {w.worker_id: w for pair in pairs for w in pair}
-        lines = [w.active_sequences for w in sides.values() if w.role == "prefill"]
-        crowd = sum(lines) / len(lines) if lines else 0.0
-        halves = {name: Half.of(prompt, w, crowd) for name, w in sides.items()}
-        return cls(halves, _Pulls.of(prompt, halves, workers, fabric, crowd), fabric)
-
-    def all_ms(self, pairs: Sequence[Pair]) -> list[float]:
-        """What each pair costs, used in the cheapest way. It runs for every pair, so it calls nothing twice for one."""
-        measured, default = self.fabric.measured, self.fabric.default_bytes_per_s
-        seconds = {name: (1000 * d.missing_bytes, d.decode_ms) for name, d in self.halves.items()}
-        own = self.pulls.sides
-        found: list[float] = []
-        last, p = "", next(iter(self.halves.values()))
-        sides: tuple[Half, ...] = ()
-        computed_ms = hidden_ms = delay_ms = 0.0
-        for first, second in pairs:
-            first_id, second_id = first.worker_id, second.worker_id
-            if first_id != last:
-                last, p, sides = first_id, self.halves[first_id], self.pulls.best.get(first_id, ())
-                computed_ms, hidden_ms, delay_ms = p.computed_ms, p.hidden_ms, p.delay_ms
-            scaled_bytes, decode_ms = seconds[second_id]
-            rate = measured.get((first_id, second_id), default)
-            wire_ms = 0.0 if first is second else scaled_bytes / (rate if rate > 1.0 else 1.0)
-            seen_ms = wire_ms - hidden_ms
-            cost_ms = computed_ms + (seen_ms if seen_ms > 0 else 0.0) + decode_ms + delay_ms
-            if sides:
-                for side in (*sides, own.get((first_id, second_id), p)):
-                    side_ms = side.computed_ms + max(0.0, wire_ms - side.hidden_ms) + decode_ms + side.delay_ms
-                    if side_ms < cost_ms:
-                        cost_ms = side_ms
-            found.append(cost_ms)
+    def cheapest(self, count: int) -> list[Key]:
+        """Keys of so many pairs and mixed workers, each used in its cheapest way; the cheapest first."""
+        mixed = [name for name, p in self._firsts.items() if p.worker.role == "mixed"]
+        found = sorted(self.key(name, "") for name in mixed)[:count]
+        seconds = [(d.decode_ms, name, d.scaled_bytes) for name, d in self._seconds.items() if d.worker.role == "decode"]
+        if seconds:
+            seconds.sort()
+            least_ms = seconds[0][0]
+            firsts = [(p.floor.computed_ms + least_ms + p.floor.after_ms, name) for name, p in self._firsts.items()]
+            for floor_ms, name in sorted(firsts):
+                if len(found) == count and floor_ms > found[-1][0]:
+                    break
+                if self._firsts[name].worker.role == "prefill":
+                    self._search(name, seconds, found, count)
         return found
 
-    def key(self, pair: Pair) -> Key:
-        """The cheapest way to use this pair; keys are in total order."""
-        p, d = self.halves[pair[0].worker_id], self.halves[pair[1].worker_id]
-        return min(_key(side, d, self.fabric) for side in self.pulls.options(p, d.worker_id))
+    def key(self, first_id: str, second_id: str) -> Key:
+        """The cheapest way to use a pair, or a mixed worker (``second_id`` is ""); keys are in total order."""
+        p, d = self._firsts[first_id], self._seconds[second_id or first_id]
+        return min(self._keys(p, d, second_id))
 
     def candidate(self, key: Key) -> Candidate:
         """What a key stands for, with its terms."""
-        _, prefill_id, decode_id, _, holder_id = key
-        p = self.pulls.sides[prefill_id, holder_id] if holder_id else self.halves[prefill_id]
-        d = self.halves[decode_id or prefill_id]
-        transfer_ms = _transfer_ms(p, d, self.fabric)
-        terms = Terms(p.queue_ms, p.compute_ms, transfer_ms, d.admission_ms, d.pressure_ms, p.load_ms, p.delay_ms)
-        return Candidate(prefill_id, decode_id, terms, holder_id, p.held_blocks)
+        _, first_id, second_id, _, holder_id = key
+        p, d = self._firsts[first_id], self._seconds[second_id or first_id]
+        side = p.by_holder[holder_id] if holder_id else p.alone
+        transfer_ms = max(0.0, self._wire_ms(first_id, second_id) - side.hidden_ms)
+        terms = Terms(
+            p.queue_ms, side.compute_ms, transfer_ms, d.admission_ms, d.pressure_ms, side.load_ms, side.after_ms
+        )
+        return Candidate(first_id, second_id, terms, holder_id, side.held_blocks)
+
+    # --- the search ---
+
+    def _search(self, first_id: str, seconds: Sequence[tuple[float, str, int]], found: list[Key], count: int) -> None:
+        """Put the pairs of one prefill worker where they belong among those found."""
+        p, measured, default = self._firsts[first_id], self._fabric.measured, self._fabric.default_bytes_per_s
+        ways = [(s.computed_ms, s.hidden_ms, s.after_ms, holder_id) for holder_id, s in self._ways(p)]
+        hidden = [way[1] for way in ways]
+        by_holder = p.by_holder
+        least_ms, least_after_ms = min(way[0] for way in ways), min(way[2] for way in ways)
+        worst_ms = found[-1][0] if len(found) == count else float("inf")
+        for decode_ms, second_id, scaled_bytes in seconds:
+            if least_ms + decode_ms + least_after_ms > worst_ms:
+                break
+            rate = measured.get((first_id, second_id), default)
+            wire_ms = scaled_bytes / (rate if rate > 1.0 else 1.0)
+            options = ways
+            if len(ways) > 1:  # the first that hides the transfer, and the one before it, which nearly does
+                at = bisect_left(hidden, wire_ms)
+                options = ways[max(0, at - 1) : at + 1]
+            if second_id in by_holder:
+                own = by_holder[second_id]
+                options = [*options, (own.computed_ms, own.hidden_ms, own.after_ms, second_id)]
+            best: Key | None = None
+            for computed_ms, hidden_ms, after_ms, holder_id in options:
+                seen_ms = wire_ms - hidden_ms
+                cost_ms = (computed_ms + seen_ms if seen_ms > 0 else computed_ms) + decode_ms + after_ms
+                if cost_ms <= worst_ms:
+                    key = (cost_ms, first_id, second_id, _rank(holder_id, second_id), holder_id)
+                    best = key if best is None or key < best else best
+            if best is not None:
+                insort(found, best)
+                del found[count:]
+                worst_ms = found[-1][0] if len(found) == count else worst_ms
+
+    def _keys(self, p: First, d: Second, second_id: str) -> Iterator[Key]:
+        """Of all ways to use a pair; the sum has the order of `Terms.cost_ms`, so that both are the same number."""
+        first_id = p.worker.worker_id
+        wire_ms = self._wire_ms(first_id, second_id)
+        ways = self._ways(p)
+        own = [(second_id, p.by_holder[second_id])] if second_id in p.by_holder else []
+        for holder_id, side in (*ways, *own):
+            cost_ms = side.computed_ms + max(0.0, wire_ms - side.hidden_ms) + d.decode_ms + side.after_ms
+            yield cost_ms, first_id, second_id, _rank(holder_id, second_id), holder_id
+
+    def _wire_ms(self, first_id: str, second_id: str) -> float:
+        if not second_id:
+            return 0.0
+        return self._seconds[second_id].scaled_bytes / self._fabric.bandwidth(first_id, second_id)
+
+    # --- halves ---
+
+    def _first(self, w: Worker) -> First:
+        queue_ms = 1000 * w.queued_tokens / w.prefill_tokens_per_s
+        alone = floor = self._side(w, queue_ms, w.cached_blocks)
+        if w.role == "prefill" and self._holders and -self._holders[0][0] > w.cached_blocks:
+            floor = self._side(w, queue_ms, -self._holders[0][0])
+        return First(w, queue_ms, alone, floor)
+
+    def _side(self, w: Worker, queue_ms: float, blocks: int, load_ms: float = 0.0, held_blocks: int = 0) -> Side:
+        """``blocks``: that need not be computed."""
+        compute_ms = 1000 * uncached_tokens(self._prompt, blocks) / w.prefill_tokens_per_s
+        computed_ms = queue_ms + load_ms + compute_ms
+        hidden_ms = compute_ms * (1 - 1 / self._prompt.num_layers)
+        return Side(held_blocks, load_ms, compute_ms, computed_ms, hidden_ms, DELAY * self._crowd * compute_ms)
+
+    def _second(self, w: Worker) -> Second:
+        prompt = self._prompt
+        missing_bytes = uncached_tokens(prompt, w.cached_blocks) * prompt.token_bytes
+        short_blocks = max(0, prompt.num_blocks - w.free_blocks)
+        # Active sequences give a block back for about each block of tokens they make.
+        admission_ms = short_blocks * prompt.block_size * w.step_ms / max(w.active_sequences, 1)
+        pressure_ms = w.active_sequences * w.step_ms * PRESSURE_STEPS
+        return Second(w, 1000 * missing_bytes, admission_ms, pressure_ms, admission_ms + pressure_ms)
+
+    # --- what may be loaded ---
+
+    def _ways(self, p: First) -> tuple[Way, ...]:
+        if not p.ways:
+            p.by_holder = self._loaded(p) if p.worker.role == "prefill" else {}
+            p.ways = tuple(_unbeaten([("", p.alone), *p.by_holder.items()]))
+        return p.ways
+
+    def _loaded(self, p: First) -> dict[str, Side]:
+        """By holder, what is faster than computing it. Over ways at the assumed cost the deepest is enough where more
+        blocks are cheaper whatever is seen of the transfer."""
+        w, prompt, fabric = p.worker, self._prompt, self._fabric
+        loads, measured = fabric.loads, fabric.measured
+        own_blocks = min(w.cached_blocks, prompt.reusable_blocks)
+        assumed = LoadCost(setup_ms=fabric.pull_setup_ms or 0.0, bytes_per_s=max(fabric.default_bytes_per_s, 1.0))
+        token_ms = 1000 / w.prefill_tokens_per_s * (1 / prompt.num_layers + DELAY * self._crowd)  # as far as it shows
+        is_deepest_enough = 1000 * prompt.token_bytes / assumed.bytes_per_s < token_ms * (1 - 1e-9)
+        found: dict[str, Side] = {}
+        last_blocks, last = 0, p.alone
+        for negative, holder_id, transport in self._holders:
+            blocks, way = -negative, (holder_id, w.worker_id)
+            if blocks <= own_blocks:
+                break
+            if transport != w.transport:
+                continue
+            is_assumed = way not in loads and way not in measured
+            if is_assumed and last_blocks and (is_deepest_enough or blocks == last_blocks):
+                if blocks < last_blocks:
+                    continue
+                side = last
+            else:
+                cost = assumed if is_assumed else fabric.load_cost(*way)
+                num_bytes = (blocks - own_blocks) * prompt.block_size * prompt.token_bytes
+                load_ms = cost.ms(num_bytes, prompt.num_layers)  # fresh blocks are neighbours: a range a layer
+                side = self._side(w, p.queue_ms, blocks, load_ms, blocks)
+                if is_assumed:
+                    last_blocks, last = blocks, side
+            if side.load_ms + side.compute_ms < p.alone.compute_ms:
+                found[holder_id] = side
+        return found
 
 
-def _unbeaten(sides: Sequence[Half]) -> Iterator[Half]:
+def _unbeaten(ways: Iterable[Way]) -> Iterator[Way]:
+    """Those that are cheapest for some transfer: hidden by the computing, or seen but for what hides."""
     least_ms = float("inf")
-    for side in sorted(sides, key=lambda s: (s.compute_ms, s.load_ms, s.holder_id)):
-        if side.load_ms < least_ms:
-            least_ms = side.load_ms
-            yield side
+    for _, seen_ms, holder_id, side in sorted(
+        (s.computed_ms + s.after_ms, s.computed_ms - s.hidden_ms + s.after_ms, holder_id, s) for holder_id, s in ways
+    ):
+        if seen_ms < least_ms:
+            least_ms = seen_ms
+            yield holder_id, side
 
 
-def _transfer_ms(p: Half, d: Half, fabric: Fabric) -> float:
-    if p.worker_id == d.worker_id:
-        return 0.0
-    return max(0.0, 1000 * d.missing_bytes / fabric.bandwidth(p.worker_id, d.worker_id) - p.hidden_ms)
-
-
-def _key(p: Half, d: Half, fabric: Fabric) -> Key:
-    """Runs for every pair; the sum has the order of `Terms.cost_ms`, so that both are the same number."""
-    cost_ms = p.computed_ms + _transfer_ms(p, d, fabric) + d.decode_ms + p.delay_ms
-    rank = 0 if not p.holder_id else 1 if p.holder_id == d.worker_id else 2
-    return cost_ms, p.worker_id, "" if p.worker_id == d.worker_id else d.worker_id, rank, p.holder_id
-
-
-def _admission_ms(prompt: Prompt, d: Worker) -> float:
-    """Predicted wait for blocks: the active sequences give one back for about each block of tokens they make."""
-    short_blocks = max(0, prompt.num_blocks - d.free_blocks)
-    return short_blocks * prompt.block_size * d.step_ms / max(d.active_sequences, 1)
+def _rank(holder_id: str, second_id: str) -> int:
+    return NOT_LOADED if not holder_id else FROM_READER if holder_id == second_id else FROM_OTHER
