@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import httpx
@@ -16,6 +19,17 @@ from tests import prompts
 from tests.integration.rig import Cluster
 
 TOLERANCE_MS, TOLERANCE_SHARE = 5.0, 0.02
+
+
+@contextmanager
+def ahead_of_servers() -> Iterator[None]:
+    """A client that shares two cores with what it measures reads a byte when it comes, not when a core is free."""
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    with suppress(PermissionError):
+        os.setpriority(os.PRIO_PROCESS, 0, before - 10)
+    yield
+    with suppress(PermissionError):
+        os.setpriority(os.PRIO_PROCESS, 0, before)
 
 
 def timed_stream(client: httpx.Client, cluster: Cluster, seed: int) -> tuple[float, float, str]:
@@ -37,8 +51,8 @@ def timed_stream(client: httpx.Client, cluster: Cluster, seed: int) -> tuple[flo
 
 
 def test_the_parts_of_the_timeline_add_up_to_what_the_client_measured(pd_cluster: Cluster) -> None:
-    ttft_off, e2e_off = [], []
-    with httpx.Client(timeout=60) as client:
+    ttft_off, e2e_off, told = [], [], []
+    with ahead_of_servers(), httpx.Client(timeout=60) as client:
         timed_stream(client, pd_cluster, seed=500)  # opens the connection
         for seed in range(501, 508):
             ttft_ms, e2e_ms, request_id = timed_stream(client, pd_cluster, seed)
@@ -46,10 +60,11 @@ def test_the_parts_of_the_timeline_add_up_to_what_the_client_measured(pd_cluster
             parts = sum(debug["ttft_parts_ms"].values())
             rest = sum(debug["rest_parts_ms"].values())
             assert all(v >= 0 for v in (debug["ttft_parts_ms"] | debug["rest_parts_ms"]).values()), debug
+            told.append((ttft_ms, parts, e2e_ms, parts + rest))
             ttft_off.append(abs(parts - ttft_ms) - TOLERANCE_SHARE * ttft_ms)
             e2e_off.append(abs(parts + rest - e2e_ms) - TOLERANCE_SHARE * e2e_ms)
-    assert statistics.median(ttft_off) <= TOLERANCE_MS, ttft_off
-    assert statistics.median(e2e_off) <= TOLERANCE_MS, e2e_off
+    assert statistics.median(ttft_off) <= TOLERANCE_MS, told
+    assert statistics.median(e2e_off) <= TOLERANCE_MS, told
 
 
 def test_each_layer_goes_out_while_later_ones_are_still_to_be_computed(pd_cluster: Cluster) -> None:
