@@ -105,10 +105,15 @@ class Pod:
                 values[entry["name"]] = text
         return [f"{name}={value}" for name, value in values.items()]
 
+    @property
+    def as_user(self) -> list[str]:
+        """Before a command: root only where the pod's spec asks for it, as no rendered one does."""
+        return [] if self.spec.get("securityContext", {}).get("runAsUser") == 0 else AS_USER
+
     def start(self) -> None:
         """Run the init containers one after the other, then the first container, in new namespaces."""
         main = self.spec["containers"][0]
-        steps = [shlex.join([*AS_USER, "env", "-i", *self.environment(main), *c["command"]]) for c in self.runs()]
+        steps = [shlex.join([*self.as_user, "env", "-i", *self.environment(main), *c["command"]]) for c in self.runs()]
         script = " && ".join([*read_only_root(self.folder), *steps[:-1], f"exec {steps[-1]}"])
         unshare = ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"]
         self._spawn(["ip", "netns", "exec", self.namespace, *unshare, "bash", "-c", script])
@@ -130,7 +135,7 @@ class Pod:
     def inside(self, container: Object, command: list[str]) -> list[str]:
         """The command that runs another one inside this pod, as kubelet's exec would."""
         enter = ["nsenter", f"--target={self._init()}", "--mount", "--net", "--pid", "--wdns=/"]
-        return [*enter, *AS_USER, "env", "-i", *self.environment(container), *command]
+        return [*enter, *self.as_user, "env", "-i", *self.environment(container), *command]
 
     def _init(self) -> int:
         """The process whose death ends all others of this pod. Raises FileNotFoundError where it has ended."""

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -60,10 +61,15 @@ class Container:
                 stderr=subprocess.STDOUT,
             )
 
-    @property
+    @cached_property
     def init(self) -> int:
+        """The first process of the container, as the machine numbers it."""
         pid = self.process.pid
-        return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+        children = Path(f"/proc/{pid}/task/{pid}/children")
+        while not (found := children.read_text().split()):
+            assert self.process.poll() is None, self.log.read_text()
+            time.sleep(0.05)
+        return int(found[0])
 
     def inside(self, *command: str, user: bool = False) -> subprocess.CompletedProcess[str]:
         enter = ["nsenter", f"--target={self.init}", "--mount", "--net", "--pid", "--wdns=/"]
