@@ -26,6 +26,9 @@ class AccessConfig:
     """Likewise: prompt and answer tokens."""
     concurrency: int = 0
     """Likewise: requests at once."""
+    hosts: tuple[str, ...] = ()
+    """Names that a router on loopback without keys is asked by, beside localhost and addresses: those of a proxy before
+    it. A page in a browser whose name was made to point here is turned away so; ``*`` lets every name in."""
     audit_file: str = ""
     """JSON lines about what administrators did, beside the log; empty: the log alone (logger ``pdray.audit``)."""
 

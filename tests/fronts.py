@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
@@ -196,6 +197,7 @@ class FakeCore:
         self.not_ready = ""
         self.capacity = 0
         self.width = 0  # of pooled states
+        self.refused: Counter[str] = Counter()  # callers, by reason
 
     def ready(self) -> tuple[bool, str]:
         return not self.not_ready, self.not_ready
@@ -219,6 +221,9 @@ class FakeCore:
         if worker_id is not None:
             raise RequestError(ErrorCode.NOT_FOUND, f"no worker {worker_id}")
         return {"workers": {}}
+
+    def key_refused(self, reason: str) -> None:
+        self.refused[reason] += 1
 
     def metrics_text(self) -> bytes:
         return b"# HELP pdray_up 1 while the router runs\n# TYPE pdray_up gauge\npdray_up 1.0\n"

@@ -60,7 +60,9 @@ class Paced(Role):
                 token_ids=(1000 + position % 1000,),
                 finish_reason="length" if last else "",
             )
-            core.emit_tokens(live, output, worker_pb2.StageTimes() if last or not position else None)
+            lay_ms = 0.0 if position else 1000 * (core.clock() - live.accepted_s)
+            times = worker_pb2.StageTimes(queue_ms=lay_ms) if last or not position else None
+            core.emit_tokens(live, output, times)
             if last:
                 del self._running[live.seq_id]
                 core.requests.close(live.seq_id)

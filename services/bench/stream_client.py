@@ -6,15 +6,26 @@ import asyncio
 import json
 import time
 from itertools import pairwise
+from typing import Any
 
 
 async def chunk_times(host: str, port: int, num_tokens: int) -> list[float]:
     """Monotonic seconds at which each token's SSE line arrived, of one streamed completion."""
-    body = json.dumps(
-        {"prompt": [1000, 1001, 1002], "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
-    ).encode()
+    return await _times(host, port, "/v1/completions", {"prompt": [1000, 1001, 1002], "max_tokens": num_tokens}, "")
+
+
+async def timed_chat(host: str, port: int, num_tokens: int, label: str) -> list[float]:
+    """Milliseconds from before the connection to each token of a streamed chat, which has the id ``label``."""
+    started = time.perf_counter()
+    body = {"messages": [{"role": "user", "content": "Tell me of the sea. " * 20}], "max_tokens": num_tokens}
+    found = await _times(host, port, "/v1/chat/completions", body, label)
+    return [round(1000 * (at - started), 3) for at in found[1:]]  # the first chunk of a chat holds its role alone
+
+
+async def _times(host: str, port: int, path: str, fields: dict[str, Any], label: str) -> list[float]:
+    body = json.dumps({"temperature": 0, "ignore_eos": True, "stream": True, **fields}).encode()
     head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nX-Request-Id: {label}\r\n"
         f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     )
     reader, writer = await asyncio.open_connection(host, port)

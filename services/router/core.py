@@ -199,6 +199,9 @@ class RouterCore:
             ids = [worker_id]
         return {"workers": await asyncio.gather(*(self._steps_of(w) for w in ids))}
 
+    def key_refused(self, reason: str) -> None:
+        self.metrics.key_refusals.labels(reason).inc()
+
     def metrics_text(self) -> bytes:
         return self.metrics.text()
 

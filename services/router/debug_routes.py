@@ -17,7 +17,7 @@ from services.router.types import Core
 from services.router.view import RETRY_AFTER_S
 
 MAX_TRACE_S = 86_400
-ID_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
+ID_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_", "score-")
 """What answers put before a request's id."""
 
 

@@ -14,6 +14,7 @@ from services.router.admission.slo import slo_headers
 from services.router.front import Arrival, label_of
 from services.router.live import Live
 from services.router.problem import error_response
+from services.router.turnstile import Turnstile
 
 ARRIVAL = "pdray.arrival"
 """Key of the request's `Arrival` in the ASGI scope."""
@@ -32,6 +33,7 @@ class Edge:
         self._app = app
         self._live = live
         self._shown = shown
+        self._turnstile = Turnstile()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -54,6 +56,8 @@ class Edge:
 
         try:
             with self._live.opened():
+                if scope["method"] == "POST":  # health and the like are quick, and never wait
+                    await self._turnstile.enter()
                 await self._app(scope, receive, send_with_id)
         except Exception:  # the edge of the process: the client gets an error, the log the reason
             _log.exception("%s %s failed", scope["method"], scope["path"])

@@ -47,7 +47,7 @@ class Front:
     def __init__(self, core: Core) -> None:
         """Raises ConfigError where the prepared model's tokenizer or template, or the file of API keys, is unusable."""
         self.core = core
-        self.guard = Guard(core.config.access)
+        self.guard = Guard(core.config.access, on_refusal=core.key_refused)
         self.running = Running()
         self.model = core.config.model.served_name or core.card.name
         context = context_tokens(core.card, core.config.model.max_model_len)

@@ -91,7 +91,7 @@ class OpenInferenceServicer:
         async for request in all_readable(requests):
             arrival = arrival_of(request.id, grpc_context)
             try:
-                with caller.running(self._front.guard.clock):
+                with self._front.guard.running(caller):
                     async with aclosing(self._pieces(request, arrival)) as pieces:
                         async for piece in pieces:
                             yield oip.ModelStreamInferResponse(infer_response=piece)

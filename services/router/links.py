@@ -30,6 +30,7 @@ from services.protocol.errors import RequestError
 from services.protocol.proto import worker_pb2, worker_pb2_grpc
 from services.protocol.version import PROTOCOL_VERSION
 from services.router.calls import WorkerCalls
+from services.router.turnstile import parts
 
 GRACE_S = 2.0
 """How long a broken stream may be before its requests fail."""
@@ -213,7 +214,12 @@ class Link:
             self._heard += 1
             if message.seq:
                 self._count(message.seq)
-            self._owner.on_message(self, message)
+            is_first = True
+            for part in parts(message):
+                if not is_first:
+                    await asyncio.sleep(0)
+                is_first = False
+                self._owner.on_message(self, part)
 
     def _check_first(self, message: worker_pb2.WorkerMessage) -> None:
         """The first message says whose stream this is; between Describe and Attach the process may have changed."""

@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from services.protocol.errors import ErrorCode, RequestError, invalid
+from services.router.access.hosts import HostCheck, checks_hosts
 from services.router.access.http import AccessMiddleware
 from services.router.answers import Answer, Delta, merged
 from services.router.api.routes import add_api_routes
@@ -65,6 +66,8 @@ def build_http_app(core: Core, front: Front | None = None) -> FastAPI:
     app.state.front = front or Front(core)
     app.state.live = Live()
     app.add_middleware(AccessMiddleware, guard=app.state.front.guard)
+    if checks_hosts(core.config):
+        app.add_middleware(HostCheck, allowed=core.config.access.hosts)
     app.add_middleware(Edge, live=app.state.live, shown=core.request_debug)
     _add_error_handlers(app)
     _add_generation(app, app.state.front, app.state.live)

@@ -195,6 +195,10 @@ class Core(Protocol):
         """Body of /debug/steps: the last engine steps of one worker, or of all. Raises RequestError NOT_FOUND."""
         ...
 
+    def key_refused(self, reason: str) -> None:
+        """A caller was turned away; ``reason``: one of `services.router.access.guard.REASONS`."""
+        ...
+
     def metrics_text(self) -> bytes:
         """Body of /metrics, in the text format 0.0.4 (`prometheus_client.CONTENT_TYPE_LATEST`)."""
         ...

@@ -140,6 +140,11 @@ class RouterMetrics:
         self.cached_tokens = Counter(
             "pdray_cached_tokens", "Those of them whose KV existed before the request.", registry=registry
         )
+        self.key_refusals = Counter(
+            "pdray_key_refusals",
+            "Callers turned away: key missing, unknown, without the scope, past its limit, or too busy to check.",
+            ["reason"], registry=registry,
+        )  # fmt: skip
         self.output_tokens = Counter("pdray_output_tokens", "Tokens given to clients.", registry=registry)
         self._declare_times(registry)
         self._declare_promises(registry)

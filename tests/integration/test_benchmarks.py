@@ -59,3 +59,19 @@ def test_the_stores_failures_cost_no_request() -> None:
     for name in ("whole", "flushed", "slow", "gone", "back"):
         assert (result[name]["failed"], result[name]["answered"]) == (0, 60), name
     assert result["back"]["whole_after_heartbeats"] is not None
+
+
+@pytest.mark.slow
+def test_the_cost_of_the_front_and_the_stalls_of_its_loop_are_reported() -> None:
+    result = run("front_load", "--streams", "40", "--tokens", "10", "--idle", "10")
+    assert result["idle"]["requests"] == 10
+    assert 0 < result["idle"]["front_ms"]["p50"] <= result["idle"]["front_ms"]["p99"]
+    assert result["load"]["whole"] == 40
+    for phase in ("coming", "running"):
+        assert result["load"][phase]["busy_ms"]["max"] > 0
+
+
+@pytest.mark.slow
+def test_the_time_of_another_tenants_prompts_is_reported() -> None:
+    result = run("tenant_timing", "--rounds", "4", "--tokens", "256")
+    assert {"others_ms", "nobodys_ms", "own_ms", "p_value", "p_value_of_own"} <= set(result)

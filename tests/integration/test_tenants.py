@@ -43,6 +43,32 @@ class Doors:
         assert pieces[-1].usage is not None
         return pieces[-1].usage.cached_tokens
 
+    def work(self, seed: int, key: str) -> dict[str, int]:
+        """What one request of a tenant made all workers do, and what the router knew of it."""
+        before = self._counters()
+        label = f"work-{seed}-{key}"
+        values = {"prompt": list(prompts.prompt(64, seed=seed)), "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+        headers = {**bearer(key), "x-request-id": label}
+        reply = httpx.post(f"{self.url}/v1/completions", json=values, headers=headers, timeout=120)
+        assert reply.status_code == 200, reply.text
+        asyncio.run(self.cluster.idle())
+        grown = {name: count - before[name] for name, count in self._counters().items()}
+        shown = httpx.get(f"{self.url}/debug/requests/{label}", headers=bearer("ops")).json()
+        started = next(e for e in shown["events"] if e["name"] == "prefill_started")
+        cached_blocks = started.get("detail", {}).get("cached_blocks", 0)
+        held = [c.get("held_blocks", 0) for a in shown["attempts"] for c in a["decision"]["candidates"]]
+        return {**grown, "bytes": shown["bytes_moved"], "cached_blocks": cached_blocks, "held": max(held)}
+
+    def _counters(self) -> dict[str, int]:
+        rows = httpx.get(f"{self.cluster.url}/v1/cluster").json()["workers"]
+        names = {
+            "computed": "prompt_tokens_computed",
+            "cached": "prompt_tokens_cached",
+            "forwarded": "tokens_forwarded",
+        }
+        names |= {name: name for name in ("tokens_forwarded", "pulls", "pulled_blocks")}
+        return {short: sum(row[name] for row in rows) for short, name in names.items()}
+
 
 @pytest.fixture(scope="module")
 def doors(default_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Doors]:
@@ -101,3 +127,14 @@ def test_no_text_of_a_client_is_another_tenants_salt(doors: Doors) -> None:
         doors.cached(3, "bob", **label)
     assert doors.cached(4, "alice", prompt_cache_key="k") == 0
     assert doors.cached(4, "bob", prompt_cache_key="k") == 0
+
+
+def test_cve_2025_46570_what_another_tenant_computed_changes_no_work_that_time_could_tell(doors: Doors) -> None:
+    """A prompt that another tenant has in every cache, and one that nobody ever sent, cost a tenant the same work on
+    every worker, move the same bytes, and look the same to the router's choice; its own second one does not."""
+    assert doors.work(20, "alice") == doors.work(21, "alice") != doors.work(20, "alice")
+    known, fresh = doors.work(20, "bob"), doors.work(22, "bob")
+    assert known == fresh
+    assert known["computed"] == 64
+    assert known["cached"] == known["pulls"] == known["pulled_blocks"] == known["cached_blocks"] == 0
+    assert doors.work(20, "bob")["cached"] == CACHED, "its own is found"

@@ -16,9 +16,11 @@ from fastapi import FastAPI
 from starlette.routing import Route
 
 from services.access_config import LimitsConfig
+from services.router.access.guard import REASONS
 from services.router.access.scopes import ADMINISTER, http_rule
 from services.router.openai_http import build_http_app
 from services.router.serve import Fronts
+from services.telemetry.metrics import RouterMetrics
 from tests.access import KEYS, bearer, with_keys
 from tests.fronts import FakeCore, error_of, failing, hanging, make_core, running, saying, until
 
@@ -40,7 +42,7 @@ async def app(core: FakeCore) -> AsyncIterator[FastAPI]:
 
 @pytest.fixture
 async def client(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://pdray") as made:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://127.0.0.1") as made:
         yield made
 
 
@@ -86,7 +88,7 @@ async def test_every_route_answers_the_scopes_that_its_rule_names(app: FastAPI, 
 
 async def test_without_keys_everything_is_open(tmp_path: Path) -> None:
     app = build_http_app(make_core(tmp_path))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://pdray") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://127.0.0.1") as client:
         assert (await client.get("/v1/cluster")).status_code == 200
         reply = await client.post("/v1/completions", json={"prompt": "x"})
         assert reply.status_code == 200
@@ -103,7 +105,7 @@ async def test_a_key_comes_in_the_openai_or_the_anthropic_form(client: httpx.Asy
 
 async def test_the_app_below_a_prefix_has_the_same_rules(app: FastAPI) -> None:
     transport = httpx.ASGITransport(app=app, root_path="/llm")
-    async with httpx.AsyncClient(transport=transport, base_url="http://pdray") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
         assert (await client.get("/llm/health")).status_code == 200
         assert (await client.get("/llm/v1/cluster")).status_code == 401
         assert (await client.get("/llm/v1/cluster", headers=bearer("alice"))).status_code == 403
@@ -135,7 +137,7 @@ async def test_tokens_of_prompt_and_answer_are_counted(tmp_path: Path) -> None:
     core = with_keys(make_core(tmp_path), tmp_path, tokens_per_minute=40)
     core.flow.script = saying("Hello world and more of it")
     app = build_http_app(core)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://pdray") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://127.0.0.1") as client:
         post = lambda ids: client.post("/v1/completions", json={"prompt": ids}, headers=bearer("alice"))  # noqa: E731
         too_long = await post([5] * 41)
         assert too_long.status_code == 429
@@ -233,7 +235,7 @@ async def test_limits_of_a_request_hold_over_http(tmp_path: Path) -> None:
     core = make_core(tmp_path)
     core.config = replace(core.config, limits=LimitsConfig(stops=1, prompts=1, messages=1))
     app = build_http_app(core)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://pdray") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://127.0.0.1") as client:
         for path, body in (
             ("/v1/completions", {"prompt": ["x", "y"]}),
             ("/v1/completions", {"prompt": "x", "stop": ["a", "b"]}),
@@ -251,7 +253,7 @@ async def test_cve_2025_61620_a_slow_template_is_given_up_and_holds_up_nobody(tm
     core = make_core(tmp_path, chat_template=slow)
     core.config = replace(core.config, limits=LimitsConfig(text_s=0.05))
     app = build_http_app(core)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://pdray") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://127.0.0.1") as client:
         body = {"messages": [{"role": "user", "content": "x"}], "chat_template": "{{ 7 * 7 }}"}
         slowed = asyncio.create_task(client.post("/v1/chat/completions", json=body))
         await asyncio.sleep(0)
@@ -273,3 +275,26 @@ def test_fronts_have_one_guard(tmp_path: Path) -> None:
             return fronts
 
     asyncio.run(main())
+
+
+async def test_callers_that_are_turned_away_are_counted_by_reason_and_by_nothing_else(
+    client: httpx.AsyncClient, core: FakeCore
+) -> None:
+    for _ in range(3):
+        await client.get("/v1/models")
+    await client.get("/v1/models", headers=bearer("mallory"))
+    await client.get("/v1/cluster", headers=bearer("alice"))
+    await client.get("/health")
+    body = {"messages": [{"role": "user", "content": "x"}]}
+    for _ in range(3):
+        await client.post("/v1/chat/completions", headers=bearer("slowly"), json=body)
+    assert core.refused == {"missing": 3, "unknown": 1, "scope": 1, "limit": 1}
+    assert set(core.refused) <= set(REASONS)
+
+
+def test_the_metric_of_refused_callers_holds_no_key() -> None:
+    metrics = RouterMetrics()
+    for reason in REASONS:
+        metrics.key_refusals.labels(reason).inc()
+    lines = [line for line in metrics.text().decode().splitlines() if line.startswith("pdray_key_refusals_total")]
+    assert sorted(lines) == sorted(f'pdray_key_refusals_total{{reason="{reason}"}} 1.0' for reason in REASONS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 import os
 import subprocess
 import sys
@@ -23,6 +24,7 @@ import pytest
 from fastapi import FastAPI
 
 from kvstore.blocks import NAME_BYTES, block_names, extend_name, namespace_root
+from services.access_config import AccessConfig
 from services.protocol.client import AsyncPdrayClient
 from services.protocol.errors import ErrorCode, RequestError
 from services.router.access.tenancy import block_salt
@@ -46,7 +48,7 @@ async def app(core: FakeCore) -> AsyncIterator[FastAPI]:
 
 @pytest.fixture
 async def client(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://pdray") as made:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://127.0.0.1") as made:
         yield made
 
 
@@ -199,6 +201,38 @@ async def test_cve_2025_62593_a_page_of_another_origin_gets_no_permission(client
         assert not [name for name in reply.headers if name.startswith("access-control-")]
     plain = await client.post(CHAT, content=b"{}", headers={"content-type": "text/plain", **origin})
     assert plain.status_code == 415, "what a form could send is refused"
+
+
+@pytest.mark.parametrize("host", ["evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example"])
+async def test_cve_2025_62593_a_name_that_was_made_to_point_here_is_turned_away(
+    client: httpx.AsyncClient, core: FakeCore, host: str
+) -> None:
+    """DNS rebinding: the page and this router are one origin to the browser, so only the name tells."""
+    body = {"messages": [{"role": "user", "content": "x"}]}
+    for method, path in (("POST", CHAT), ("GET", "/v1/models"), ("GET", "/"), ("GET", "/debug/steps"), ("GET", "/x")):
+        reply = await client.request(method, path, headers={"host": host}, json=body if method == "POST" else None)
+        assert (reply.status_code, error_of(reply)["code"]) == (403, "permission_denied")
+        assert "x-request-id" in reply.headers
+    assert core.flow.requests == []
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:8000", "localhost", "LOCALHOST:80", "a.localhost", "[::1]:8000"])
+async def test_names_of_this_machine_and_addresses_are_served(client: httpx.AsyncClient, host: str) -> None:
+    assert (await client.get("/v1/models", headers={"host": host})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("access", "host"), [({"hosts": ("llm.example",)}, "127.0.0.1"), ({"hosts": ("*",)}, "127.0.0.1"), ({}, "0.0.0.0")]
+)
+async def test_a_router_that_others_may_reach_serves_the_names_it_is_given(
+    core: FakeCore, access: dict[str, Any], host: str
+) -> None:
+    router = dataclasses.replace(core.config.router, host=host)
+    core.config = dataclasses.replace(core.config, access=AccessConfig(**access), router=router)
+    made = build_http_app(core)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=made), base_url="http://llm.example") as client:
+        assert (await client.get("/v1/models")).status_code == 200
+    made.state.front.close()
 
 
 async def test_cve_2026_9540_no_body_and_no_message_ends_the_server(client: httpx.AsyncClient, core: FakeCore) -> None:

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvstore.errors import ConfigError
@@ -26,6 +26,9 @@ from services.router.access.scopes import Rule
 MAX_SLOW_CHECKS = 16
 """Keys that wait for scrypt at once; one more gets 503."""
 
+REASONS = ("missing", "unknown", "scope", "limit", "busy")
+"""No key; one that nobody has; a key without the scope; one past its requests or concurrency; too many to check."""
+
 _log = logging.getLogger("pdray.router.access")
 _Stamp = tuple[int, int, int]
 
@@ -33,9 +36,18 @@ _Stamp = tuple[int, int, int]
 class Guard:
     """One for all fronts of a router: construct, `start`, and `stop` last."""
 
-    def __init__(self, config: AccessConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises ConfigError where the keys file cannot be used."""
+    def __init__(
+        self,
+        config: AccessConfig,
+        clock: Callable[[], float] = time.monotonic,
+        on_refusal: Callable[[str], None] = lambda _reason: None,
+    ) -> None:
+        """``on_refusal``: told of each caller that is turned away, by one of `REASONS`; never of what was presented.
+
+        Raises ConfigError where the keys file cannot be used.
+        """
         self._config = config
+        self._on_refusal = on_refusal
         self.clock = clock
         self.audit = Audit()
         self._path = Path(config.keys_file) if config.keys_file else None
@@ -105,25 +117,40 @@ class Guard:
         if self._path is None or rule.scopes is None:
             return self._anonymous
         if not presented:
+            self._on_refusal("missing")
             raise RequestError(
                 ErrorCode.UNAUTHENTICATED, "this server wants an API key: send `Authorization: Bearer KEY` or x-api-key"
             )
         caller = await self._find(presented)
         if caller is None:
+            self._on_refusal("unknown")
             raise RequestError(ErrorCode.UNAUTHENTICATED, "the API key that was sent is not known here")
         return caller
 
     def authorize(self, caller: Caller, rule: Rule) -> None:
         """Raises RequestError PERMISSION_DENIED where none of the caller's scopes is one of the rule's."""
         if rule.scopes is not None and not caller.scopes & rule.scopes:
+            self._on_refusal("scope")
             wanted = " or ".join(sorted(rule.scopes))
             raise RequestError(ErrorCode.PERMISSION_DENIED, f"key {caller.name!r} lacks the scope {wanted} for this")
+
+    @contextlib.contextmanager
+    def running(self, caller: Caller) -> Iterator[None]:
+        """See `Caller.running`. Raises RequestError RATE_LIMITED."""
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(caller.running(self.clock))
+            except RequestError:
+                self._on_refusal("limit")
+                raise
+            yield
 
     async def _find(self, presented: str) -> Caller | None:
         ring = self._ring
         key = ring.find(presented)
         if key is None and ring.has_slow:
             if self._slow_checks >= MAX_SLOW_CHECKS:
+                self._on_refusal("busy")
                 raise RequestError(ErrorCode.OVERLOADED, "too many API keys are being checked", retry_after_s=1.0)
             self._slow_checks += 1
             try:

@@ -56,7 +56,7 @@ class AccessMiddleware:
                     message = {**message, "headers": [*message.get("headers", []), *_raw(own)]}
             await send(message)
 
-        with caller.running(self._guard.clock) if rule.is_counted else nullcontext():
+        with self._guard.running(caller) if rule.is_counted else nullcontext():
             await self._app(scope, receive, send_with_limits)
 
     def _tell(self, rule: Rule, scope: Scope, caller: Caller | None, outcome: str) -> None:

@@ -45,7 +45,7 @@ async def admitted(guard: Guard, method: str, context: Any) -> AsyncIterator[Non
             _tell(guard, method, context, caller, "called")
             yield
             return
-        with caller.running(guard.clock):
+        with guard.running(caller):
             limits = tuple(caller.headers(guard.clock()).items())
             if limits:
                 context.set_trailing_metadata(limits)
