@@ -18,6 +18,9 @@ PROBE = 2.0
 tried, since what is thought slow is never used, and so never measured."""
 BOUND_MS = 10.0
 """A hand-off that took this long beyond the computing was bound by the wire, so it measures it."""
+BOUND_SHARE = 1 / 16
+"""And so much of the computing more: the last layer moves after it however fast the wire is, and of a long prompt that
+alone takes a while. Taken as the wire's speed it would be the computing's."""
 MIN_BYTES = 1 << 20
 """Smaller hand-offs measure the round trips, not the wire."""
 PULL_SETUP_MS = 10.0
@@ -65,7 +68,7 @@ class FabricMeter:
             return
         rate = num_bytes / seconds
         known = self._seen.get(pair)
-        if exposed_ms >= BOUND_MS:
+        if exposed_ms >= BOUND_MS + BOUND_SHARE * compute_ms:
             self._see(pair, known.bytes_per_s + EWMA_WEIGHT * (rate - known.bytes_per_s) if known else rate)
         else:
             self._floor = max(self._floor, rate)

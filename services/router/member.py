@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -32,6 +33,11 @@ class WorkerState(StrEnum):
 
 FULL_CHUNK_TOKENS = 512
 """What a step may hold of prompts, for all that a router knows: twice the default of engine.max_num_batched_tokens."""
+SPEED_KEPT = 0.999
+"""Of a worker's prefill speed with each load: the last thousand or so count."""
+SPEED_NOISE = 5.0
+"""How far (as a logarithm) means of one load may lie apart by chance. Steps of one long prompt follow each other, so
+this is a few times what single steps show; of n loads it is smaller by the root of n."""
 
 
 @dataclass(slots=True)
@@ -57,6 +63,47 @@ class Progress:
 
 
 @dataclass(slots=True)
+class PrefillSpeed:
+    """Prompt tokens per second over many prompts, and how sure that is.
+
+    What a worker reports follows its last few steps, and those are slow or fast with the length of their prompts, since
+    attention grows with it. Taken as the worker's own speed it would drive prompts away from whoever had a long one. So
+    a worker counts as fast as the others until it is plain that it is not.
+    """
+
+    computed_tokens: int = -1  # of the last load; −1 before the first
+    tokens: float = 0.0
+    seconds: float = 0.0
+    loads: float = 0.0
+
+    def observe(self, load: worker_pb2.Load) -> None:
+        """A load came in; what was computed since the last one took as long as it reports."""
+        fresh = load.prompt_tokens_computed - self.computed_tokens if self.computed_tokens >= 0 else 0
+        self.computed_tokens = load.prompt_tokens_computed
+        rate = measured(load.prefill_tokens_per_s)
+        if fresh > 0 and rate:
+            self.tokens = SPEED_KEPT * self.tokens + fresh
+            self.seconds = SPEED_KEPT * self.seconds + fresh / rate
+            self.loads = SPEED_KEPT * self.loads + 1
+
+    def mean(self, load: worker_pb2.Load) -> float:
+        """0 where nothing is known."""
+        return self.tokens / self.seconds if self.seconds else measured(load.prefill_tokens_per_s)
+
+    def among(self, usual: float, load: worker_pb2.Load) -> float:
+        """Its own where that differs from the ``usual`` one by more than chance would have it, else the usual one."""
+        own = self.mean(load)
+        if not own or (self.loads and abs(math.log(own / usual)) < SPEED_NOISE / math.sqrt(self.loads)):
+            return usual
+        return own
+
+
+def measured(value: float) -> float:
+    """A worker's measurement, or 0 where it is none."""
+    return value if math.isfinite(value) and value > 0 else 0.0
+
+
+@dataclass(slots=True)
 class WorkerEntry:
     """Everything known of one worker id. Replaced by a new entry when another process takes the id."""
 
@@ -65,6 +112,7 @@ class WorkerEntry:
     order: int  # of registration, for deciding which kind came first
     residency: Residency
     progress: Progress
+    speed: PrefillSpeed = field(default_factory=PrefillSpeed)
     load: worker_pb2.Load = field(default_factory=worker_pb2.Load)
     load_s: float = 0.0
     link_state: WorkerState = WorkerState.CONNECTING  # connecting, lost, or ready for what an attached link leaves open

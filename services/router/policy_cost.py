@@ -20,6 +20,9 @@ PRESSURE_STEPS = 1 / 16
 """Price of one active sequence on the decode worker, in its decode steps."""
 DELAY = 0.5
 """Price of a millisecond of computing for each prompt that waits or runs on a prefill worker, on average."""
+COPY = 1.0
+"""Price of a millisecond of computing whose KV another worker has already: here it takes the place of other KV, which
+is then computed again, if it is asked for."""
 NOT_LOADED, FROM_READER, FROM_OTHER = range(3)
 """In this order where the cost is equal."""
 Key = tuple[float, str, str, int, str]
@@ -78,6 +81,7 @@ class Costs:
             most = prompt.reusable_blocks
             held = [(-min(w.cached_blocks, most), w.worker_id, w.transport) for w in holders if w.cached_blocks > 0]
             self._holders = sorted(held)
+        self._deepest = max((w.cached_blocks for w in holders), default=0)
         self._firsts = {w.worker_id: self._first(w) for w in fitting if w.role != "decode"}
         self._seconds = {w.worker_id: self._second(w) for w in fitting if w.role != "prefill"}
 
@@ -176,7 +180,11 @@ class Costs:
         compute_ms = 1000 * uncached_tokens(self._prompt, blocks) / w.prefill_tokens_per_s
         computed_ms = queue_ms + load_ms + compute_ms
         hidden_ms = compute_ms * (1 - 1 / self._prompt.num_layers)
-        return Side(held_blocks, load_ms, compute_ms, computed_ms, hidden_ms, DELAY * self._crowd * compute_ms)
+        return Side(held_blocks, load_ms, compute_ms, computed_ms, hidden_ms, DELAY * self._crowd * compute_ms + COPY * self._copy_ms(w))
+
+    def _copy_ms(self, w: Worker) -> float:
+        lacking = uncached_tokens(self._prompt, w.cached_blocks) - uncached_tokens(self._prompt, self._deepest)
+        return (1 + DELAY * self._crowd) * w.full * 1000 * max(0, lacking) / w.prefill_tokens_per_s
 
     def _second(self, w: Worker) -> Second:
         prompt = self._prompt

@@ -45,6 +45,7 @@ class Worker:
     step_ms: float = 10.0  # of a decode step
     free_blocks: int = 0  # free or evictable now; negative when overbooked
     num_blocks: int = 0
+    full: float = 0.0  # share of its pool that holds something: a new block takes the place of another
     transport: str = ""  # KV is loaded only from a worker with the same one
     tier_blocks: Mapping[str, int] = field(default_factory=dict, hash=False)
     """Leading blocks that a load from each of its lower tiers (host, disk, store) could complete, where that is more

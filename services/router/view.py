@@ -14,7 +14,7 @@ from services.protocol.errors import ErrorCode, RequestError
 from services.protocol.proto import worker_pb2
 from services.router.bookings import Bookings
 from services.router.compat import Kind, Member, refusals
-from services.router.member import HAND_OFF_ROLES, WorkerEntry, WorkerState, new_entry
+from services.router.member import HAND_OFF_ROLES, WorkerEntry, WorkerState, measured, new_entry
 from services.router.policy import Worker
 from services.router.residency import Residency, depths
 
@@ -63,6 +63,7 @@ class View:
             now = self._clock()
             entry.load, entry.load_s = load, now
             entry.progress.observe(load, entry.role, now)
+            entry.speed.observe(load)
             self.bookings.load_came(worker_id, load.prompt_tokens_computed)
 
     def dropped(self, worker_id: str) -> None:
@@ -102,7 +103,7 @@ class View:
         """The ready workers, for one prompt with these block names: cached depth, queue and room, bookings included."""
         now = self._clock()
         ready = [e for e in self._entries.values() if e.state is WorkerState.READY]
-        rates = [rate for e in ready if (rate := _measured(e.load.prefill_tokens_per_s))]
+        rates = [rate for e in ready if (rate := e.speed.mean(e.load))]
         usual = sum(rates) / len(rates) if rates else DEFAULT_PREFILL_TOKENS_PER_S
         chosen = sorted((e for e in ready if e.worker_id not in avoid), key=lambda e: e.worker_id)
         cached = depths([e.residency for e in chosen], names, now)
@@ -166,13 +167,14 @@ class View:
             cached_blocks=cached_blocks,
             tier_blocks=tier_blocks,
             queued_tokens=booked.queued_tokens(e.worker_id, load.waiting_prefill_tokens),
-            prefill_tokens_per_s=_measured(load.prefill_tokens_per_s) or usual_rate,
+            prefill_tokens_per_s=e.speed.among(usual_rate, e.load),
             active_sequences=booked.active_sequences(e.worker_id, load.running + load.waiting),
-            step_ms=_measured(load.step_ms) or DEFAULT_STEP_MS,
+            step_ms=measured(load.step_ms) or DEFAULT_STEP_MS,
             free_blocks=booked.free_blocks(
                 e.worker_id, load.blocks_free + load.blocks_cached if load.blocks_total else e.registration.num_blocks
             ),
             num_blocks=e.registration.num_blocks,
+            full=1 - load.blocks_free / load.blocks_total if load.blocks_total else 0.0,
             transport=e.registration.transport,
         )
 
@@ -195,11 +197,6 @@ class View:
         reasons = refusals(members, self._model, self._tokenizer)
         for entry in present:
             entry.refusal = entry.own_refusal or reasons.get(entry.worker_id, "")
-
-
-def _measured(value: float) -> float:
-    """A worker's measurement, or 0 where it is none."""
-    return value if math.isfinite(value) and value > 0 else 0.0
 
 
 def _serves(roles: Collection[str]) -> bool:
