@@ -26,6 +26,7 @@ from typing import Any
 import psutil
 
 from kvstore.blocks import NAME_BYTES, block_names
+from services.router.loads import LoadCost
 from services.router.policy import Fabric, Prompt, Worker, choose
 from services.router.residency import Residency, depths
 
@@ -39,6 +40,9 @@ WORKERS = (4, 8, 16, 32, 64)
 BLOCKS = (50_000, 150_000, 500_000, 1_500_000, 5_000_000)
 BATCH = 4096
 TOKEN_BYTES, LAYERS = 320 << 10, 80  # of a 70B model
+BYTES_PER_S = 1e9  # from worker to worker
+LEARNED = 0.1
+"""Share of the ways between two workers that have been used lately."""
 
 
 def digests(rng: random.Random, count: int) -> list[bytes]:
@@ -100,7 +104,7 @@ def decide(cluster: Cluster, blocks: int, repeats: int, policy: str) -> dict[str
     prompt = Prompt(
         num_tokens=blocks * BLOCK_SIZE + 1, block_size=BLOCK_SIZE, token_bytes=TOKEN_BYTES, num_layers=LAYERS
     )
-    fabric = Fabric(pull_setup_ms=5.0)
+    fabric = _learned(len(cluster.held), rng)
     for _ in range(repeats):
         names = cluster.prompt(blocks)
         spent, found = timed_ms(partial(depths, cluster.held, names, 0.0))
@@ -109,6 +113,21 @@ def decide(cluster: Cluster, blocks: int, repeats: int, policy: str) -> dict[str
         choose_ms.append(timed_ms(partial(choose, policy, prompt, workers, fabric))[0])
     both = [a + b for a, b in zip(depth_ms, choose_ms, strict=True)]
     return {"depth_ms": spread(depth_ms), "choose_ms": spread(choose_ms), "decision_ms": spread(both)}
+
+
+def _learned(workers: int, rng: random.Random) -> Fabric:
+    """What a router knows of the ways after a while: a tenth of them have been used."""
+    names = [f"w{i:02d}" for i in range(workers)]
+    ways = [(a, b) for a in names for b in names if a != b and rng.random() < LEARNED]
+    rates = {way: (0.5 + rng.random()) * BYTES_PER_S for way in ways}
+    loads = {way: LoadCost(setup_ms=5.0, bytes_per_s=rate) for way, rate in rates.items()}
+    return Fabric(
+        default_bytes_per_s=BYTES_PER_S,
+        measured=rates,
+        pull_setup_ms=5.0,
+        loads=loads,
+        fastest_bytes_per_s=max([BYTES_PER_S, *rates.values()]),
+    )
 
 
 def _worker(number: int, depth: int, rng: random.Random) -> Worker:

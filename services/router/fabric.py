@@ -58,6 +58,7 @@ class FabricMeter:
         self._loads: dict[Way, LoadCost] = {}
         self._rates: dict[Way, float] = {}  # of `_seen`, as the policy reads it
         self._usual = 0.0  # median of the rates
+        self._fastest = 0.0  # of all that was measured or learned
         self._swept_s = -SWEEP_S
         self._floor = 0.0  # bytes per second, the most that a hidden hand-off has shown
 
@@ -87,6 +88,7 @@ class FabricMeter:
                 meter = self._meters[way] = LoadMeter(assumed)
             meter.observe(num_bytes, 0, PULL_SETUP_MS + wire_ms)  # the wire's time is all that is reported
             self._loads[way] = meter.cost()
+            self._fastest = max(self._fastest, self._loads[way].bytes_per_s)
             rate, known = 1000 * num_bytes / wire_ms, self._seen.get(way)
             self._see(way, known.bytes_per_s + EWMA_WEIGHT * (rate - known.bytes_per_s) if known else rate)
 
@@ -94,11 +96,13 @@ class FabricMeter:
         """What the policy uses, to be read before the next call of any method. Old measurements are dropped."""
         if self._clock() - self._swept_s >= SWEEP_S:
             self._sweep()
+        assumed = self._assumed()
         return Fabric(
-            default_bytes_per_s=self._assumed(),
+            default_bytes_per_s=assumed,
             measured=self._rates,
             pull_setup_ms=PULL_SETUP_MS if self._pulls else None,
             loads=self._loads,
+            fastest_bytes_per_s=max(self._fastest, assumed, 1.0),
         )
 
     def _sweep(self) -> None:
@@ -107,6 +111,7 @@ class FabricMeter:
             del self._seen[way], self._rates[way]
             self._forget_load(way)
         rates = [rate for rate in self._rates.values() if rate > 0]
+        self._fastest = max([0.0, *rates, *(cost.bytes_per_s for cost in self._loads.values())])
         self._usual = statistics.median(rates) if len(rates) >= FEW_WAYS else 0.0
 
     def _see(self, way: Way, bytes_per_s: float) -> None:
@@ -121,6 +126,7 @@ class FabricMeter:
             keep_s = known.keep_s
         self._seen[way] = _Seen(bytes_per_s, self._clock(), keep_s)
         self._rates[way] = bytes_per_s
+        self._fastest = max(self._fastest, bytes_per_s)
 
     def _assumed(self) -> float:
         """Of a way that has not been measured."""

@@ -93,7 +93,7 @@ class PrefillSpeed:
     def among(self, usual: float, load: worker_pb2.Load) -> float:
         """Its own where that differs from the ``usual`` one by more than chance would have it, else the usual one."""
         own = self.mean(load)
-        if not own or (self.loads and abs(math.log(own / usual)) < SPEED_NOISE / math.sqrt(self.loads)):
+        if not own or abs(math.log(own / usual)) < SPEED_NOISE / math.sqrt(max(self.loads, 1.0)):
             return usual
         return own
 

@@ -1,16 +1,20 @@
 """Which workers serve a request: a pure function from what is known to an explained decision.
 
     cost(P, D) = queue(P) + load(H→P) + uncached_tokens / prefill_rate(P)
-               + max(0, missing_bytes(D) / bandwidth(P→D) − overlap) + admission(D) + pressure(D) + delay(P)
+               + max(0, missing_bytes(D) / bandwidth(P→D) − overlap) + admission(D) + pressure(D) + delay(P) + copy(P)
     delay(P)   = DELAY × crowd × uncached_tokens / prefill_rate(P)      crowd: prompts on a prefill worker, on average
+    copy(P)    = COPY × full share(P) × (1 + DELAY × crowd) × copied_tokens / prefill_rate(P)
     load(H→P)  = set-up + ranges × per range + loaded_bytes / bandwidth(H→P)   where some holder H has more than P
-    cost(M)    = queue(M) + uncached_tokens / prefill_rate(M) + admission(M) + pressure(M) + delay(M)   a mixed worker
+    cost(M)    = queue(M) + uncached_tokens / prefill_rate(M) + admission(M) + pressure(M) + delay(M) + copy(M)
+               of a mixed worker
 
 All in ms to first token. The least cost wins; ties go to the lower worker ids, prefill first. KV is loaded where that
 is faster than computing it, from the holder with which the pair is cheapest; ties go to D itself. `pressure` is no time
 of this request: it prices what a sequence more costs those that already decode there, in the same unit. Nor is `delay`:
 a millisecond of computing is a millisecond later for whoever waits behind it, and the more prompts wait, the more there
-are. So an idle cluster gives each prompt its first token soonest, and a busy one computes least. Layers move while
+are. So an idle cluster gives each prompt its first token soonest, and a busy one computes least. `copy` is the price of
+KV that another worker that computes prompts has already (copied_tokens) and this one would have, too, whether it loads
+or computes it: where the pool is full it takes the place of other KV, which is then computed again. Layers move while
 later ones are computed, so all but the last layer's share of the computing hides the transfer.
 """
 
@@ -19,6 +23,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from services.router.policy_cost import COPY as COPY
 from services.router.policy_cost import DELAY as DELAY
 from services.router.policy_cost import PRESSURE_STEPS as PRESSURE_STEPS
 from services.router.policy_cost import Costs

@@ -2,9 +2,9 @@
 
     cost(P, D) = computed(side) + seen(side, D) + decode(D) + after(side)      a side: P with or without a load
 
-A pair adds only the transfer to what its two halves cost. So with both halves in order of what they cost without one,
-the search ends where even a hidden transfer would be too dear: of 32 × 32 pairs it looks at some tens. What a prefill
-worker may load is worked out when the search comes to it, if it does.
+A pair adds only the transfer to what its two halves cost. So with both halves in order of what they cost at least, the
+search ends where even a hidden transfer, after a load over the fastest way, would be too dear: of 32 × 32 pairs it
+looks at some tens. What a prefill worker may load is worked out when the search comes to it, if it does.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ DELAY = 0.5
 COPY = 1.0
 """Price of a millisecond of computing whose KV another worker has already: here it takes the place of other KV, which
 is then computed again, if it is asked for."""
+ROUNDING = 1e-9
+"""More than sums of the same numbers in another order differ by, relatively."""
 NOT_LOADED, FROM_READER, FROM_OTHER = range(3)
 """In this order where the cost is equal."""
 Key = tuple[float, str, str, int, str]
@@ -33,12 +35,13 @@ Key = tuple[float, str, str, int, str]
 class Side:
     """One way to have a prompt's KV complete on a prefill or mixed worker."""
 
-    held_blocks: int  # by whom it is loaded from
+    blocks: int  # leading ones that need not be computed
     load_ms: float
     compute_ms: float
     computed_ms: float  # until its KV is complete: queue, load, computing
     hidden_ms: float  # of the computing, that a transfer may take without being seen
-    after_ms: float  # what it costs others
+    delay_ms: float
+    after_ms: float  # what it costs others: delay and copy
 
 
 Way = tuple[str, Side]
@@ -51,8 +54,9 @@ class First:
 
     worker: Worker
     queue_ms: float
+    copy_ms: float
     alone: Side  # nothing loaded
-    floor: Side  # no way is cheaper: as deep as the deepest holder, for nothing
+    floor_ms: float  # queue, load, computing and what it costs others: no way is cheaper
     ways: tuple[Way, ...] = ()  # that no other beats, whatever the transfer takes; empty: not worked out yet
     by_holder: Mapping[str, Side] = field(default_factory=dict)  # all that are faster than computing
 
@@ -76,12 +80,14 @@ class Costs:
         lines = [w.active_sequences for w in fitting if w.role == "prefill"]
         has_pairs = lines and any(w.role == "decode" for w in fitting)
         self._crowd = sum(lines) / len(lines) if has_pairs else 0.0
-        self._holders: list[tuple[int, str, str]] = []  # less than 0 by as many blocks, id, transport: the deepest first
+        self._holders: list[
+            tuple[int, str, str]
+        ] = []  # less than 0 by as many blocks, id, transport: the deepest first
         if fabric.pull_setup_ms is not None:
             most = prompt.reusable_blocks
             held = [(-min(w.cached_blocks, most), w.worker_id, w.transport) for w in holders if w.cached_blocks > 0]
             self._holders = sorted(held)
-        self._deepest = max((w.cached_blocks for w in holders), default=0)
+        self._deepest = max((w.cached_blocks for w in fitting if w.role != "decode"), default=0)
         self._firsts = {w.worker_id: self._first(w) for w in fitting if w.role != "decode"}
         self._seconds = {w.worker_id: self._second(w) for w in fitting if w.role != "prefill"}
 
@@ -89,11 +95,13 @@ class Costs:
         """Keys of so many pairs and mixed workers, each used in its cheapest way; the cheapest first."""
         mixed = [name for name, p in self._firsts.items() if p.worker.role == "mixed"]
         found = sorted(self.key(name, "") for name in mixed)[:count]
-        seconds = [(d.decode_ms, name, d.scaled_bytes) for name, d in self._seconds.items() if d.worker.role == "decode"]
+        seconds = [
+            (d.decode_ms, name, d.scaled_bytes) for name, d in self._seconds.items() if d.worker.role == "decode"
+        ]
         if seconds:
             seconds.sort()
             least_ms = seconds[0][0]
-            firsts = [(p.floor.computed_ms + least_ms + p.floor.after_ms, name) for name, p in self._firsts.items()]
+            firsts = [(p.floor_ms + least_ms, name) for name, p in self._firsts.items()]
             for floor_ms, name in sorted(firsts):
                 if len(found) == count and floor_ms > found[-1][0]:
                     break
@@ -113,9 +121,16 @@ class Costs:
         side = p.by_holder[holder_id] if holder_id else p.alone
         transfer_ms = max(0.0, self._wire_ms(first_id, second_id) - side.hidden_ms)
         terms = Terms(
-            p.queue_ms, side.compute_ms, transfer_ms, d.admission_ms, d.pressure_ms, side.load_ms, side.after_ms
+            queue_ms=p.queue_ms,
+            compute_ms=side.compute_ms,
+            transfer_ms=transfer_ms,
+            admission_ms=d.admission_ms,
+            pressure_ms=d.pressure_ms,
+            load_ms=side.load_ms,
+            delay_ms=side.delay_ms,
+            copy_ms=p.copy_ms,
         )
-        return Candidate(first_id, second_id, terms, holder_id, side.held_blocks)
+        return Candidate(first_id, second_id, terms, holder_id, side.blocks if holder_id else 0)
 
     # --- the search ---
 
@@ -169,22 +184,29 @@ class Costs:
     # --- halves ---
 
     def _first(self, w: Worker) -> First:
-        queue_ms = 1000 * w.queued_tokens / w.prefill_tokens_per_s
-        alone = floor = self._side(w, queue_ms, w.cached_blocks)
-        if w.role == "prefill" and self._holders and -self._holders[0][0] > w.cached_blocks:
-            floor = self._side(w, queue_ms, -self._holders[0][0])
-        return First(w, queue_ms, alone, floor)
+        queue_ms, copy_ms = 1000 * w.queued_tokens / w.prefill_tokens_per_s, self._copy_ms(w)
+        alone = self._side(w, queue_ms, copy_ms, w.cached_blocks)
+        floor_ms = alone.computed_ms + alone.after_ms
+        deepest = -self._holders[0][0] if self._holders else 0
+        if w.role == "prefill" and deepest > w.cached_blocks:  # a load costs as much as its bytes at the highest speed
+            scaled_bytes = 1000 * (deepest - w.cached_blocks) * self._prompt.block_size * self._prompt.token_bytes
+            best = self._side(w, queue_ms, copy_ms, deepest, scaled_bytes / self._fabric.fastest_bytes_per_s)
+            floor_ms = min(floor_ms, best.computed_ms + best.after_ms)
+        return First(w, queue_ms, copy_ms, alone, floor_ms * (1 - ROUNDING))
 
-    def _side(self, w: Worker, queue_ms: float, blocks: int, load_ms: float = 0.0, held_blocks: int = 0) -> Side:
+    def _copy_ms(self, w: Worker) -> float:
+        """Loaded or computed here: it takes as much room."""
+        lacking = uncached_tokens(self._prompt, w.cached_blocks) - uncached_tokens(self._prompt, self._deepest)
+        compute_ms = 1000 * lacking / w.prefill_tokens_per_s
+        return COPY * w.full_share * compute_ms * (1 + DELAY * self._crowd)
+
+    def _side(self, w: Worker, queue_ms: float, copy_ms: float, blocks: int, load_ms: float = 0.0) -> Side:
         """``blocks``: that need not be computed."""
         compute_ms = 1000 * uncached_tokens(self._prompt, blocks) / w.prefill_tokens_per_s
         computed_ms = queue_ms + load_ms + compute_ms
         hidden_ms = compute_ms * (1 - 1 / self._prompt.num_layers)
-        return Side(held_blocks, load_ms, compute_ms, computed_ms, hidden_ms, DELAY * self._crowd * compute_ms + COPY * self._copy_ms(w))
-
-    def _copy_ms(self, w: Worker) -> float:
-        lacking = uncached_tokens(self._prompt, w.cached_blocks) - uncached_tokens(self._prompt, self._deepest)
-        return (1 + DELAY * self._crowd) * w.full * 1000 * max(0, lacking) / w.prefill_tokens_per_s
+        delay_ms = DELAY * self._crowd * compute_ms
+        return Side(blocks, load_ms, compute_ms, computed_ms, hidden_ms, delay_ms, delay_ms + copy_ms)
 
     def _second(self, w: Worker) -> Second:
         prompt = self._prompt
@@ -211,7 +233,8 @@ class Costs:
         own_blocks = min(w.cached_blocks, prompt.reusable_blocks)
         assumed = LoadCost(setup_ms=fabric.pull_setup_ms or 0.0, bytes_per_s=max(fabric.default_bytes_per_s, 1.0))
         token_ms = 1000 / w.prefill_tokens_per_s * (1 / prompt.num_layers + DELAY * self._crowd)  # as far as it shows
-        is_deepest_enough = 1000 * prompt.token_bytes / assumed.bytes_per_s < token_ms * (1 - 1e-9)
+        is_deepest_enough = 1000 * prompt.token_bytes / assumed.bytes_per_s < token_ms * (1 - ROUNDING)
+        is_all_assumed = not loads and not measured
         found: dict[str, Side] = {}
         last_blocks, last = 0, p.alone
         for negative, holder_id, transport in self._holders:
@@ -220,16 +243,16 @@ class Costs:
                 break
             if transport != w.transport:
                 continue
-            is_assumed = way not in loads and way not in measured
-            if is_assumed and last_blocks and (is_deepest_enough or blocks == last_blocks):
-                if blocks < last_blocks:
-                    continue
+            is_assumed = is_all_assumed or (way not in loads and way not in measured)
+            if is_assumed and blocks < last_blocks and is_deepest_enough:
+                continue
+            if is_assumed and blocks == last_blocks:
                 side = last
             else:
                 cost = assumed if is_assumed else fabric.load_cost(*way)
                 num_bytes = (blocks - own_blocks) * prompt.block_size * prompt.token_bytes
                 load_ms = cost.ms(num_bytes, prompt.num_layers)  # fresh blocks are neighbours: a range a layer
-                side = self._side(w, p.queue_ms, blocks, load_ms, blocks)
+                side = self._side(w, p.queue_ms, p.copy_ms, blocks, load_ms)
                 if is_assumed:
                     last_blocks, last = blocks, side
             if side.load_ms + side.compute_ms < p.alone.compute_ms:

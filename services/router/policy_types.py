@@ -45,7 +45,7 @@ class Worker:
     step_ms: float = 10.0  # of a decode step
     free_blocks: int = 0  # free or evictable now; negative when overbooked
     num_blocks: int = 0
-    full: float = 0.0  # share of its pool that holds something: a new block takes the place of another
+    full_share: float = 0.0  # of its pool, that holds something: there a new block takes the place of another
     transport: str = ""  # KV is loaded only from a worker with the same one
     tier_blocks: Mapping[str, int] = field(default_factory=dict, hash=False)
     """Leading blocks that a load from each of its lower tiers (host, disk, store) could complete, where that is more
@@ -67,11 +67,12 @@ class Terms:
     pressure_ms: float
     load_ms: float = 0.0
     delay_ms: float = 0.0
+    copy_ms: float = 0.0
 
     @property
     def cost_ms(self) -> float:
         computed_ms = self.queue_ms + self.load_ms + self.compute_ms
-        return computed_ms + self.transfer_ms + (self.admission_ms + self.pressure_ms) + self.delay_ms
+        return computed_ms + self.transfer_ms + (self.admission_ms + self.pressure_ms) + (self.delay_ms + self.copy_ms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,7 @@ class Fabric:
     measured: Mapping[tuple[str, str], float] = field(default_factory=dict)
     pull_setup_ms: float | None = None  # of loading KV from another worker; None: it is never loaded
     loads: Mapping[tuple[str, str], LoadCost] = field(default_factory=dict)  # learned, by holder and reader
+    fastest_bytes_per_s: float = float("inf")  # at least what the fastest way has, as assumed, measured or learned
 
     def bandwidth(self, writer_id: str, reader_id: str) -> float:
         return max(self.measured.get((writer_id, reader_id), self.default_bytes_per_s), 1.0)

@@ -6,7 +6,6 @@ Reading it costs no round trip anywhere.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -174,7 +173,7 @@ class View:
                 e.worker_id, load.blocks_free + load.blocks_cached if load.blocks_total else e.registration.num_blocks
             ),
             num_blocks=e.registration.num_blocks,
-            full=1 - load.blocks_free / load.blocks_total if load.blocks_total else 0.0,
+            full_share=1 - load.blocks_free / load.blocks_total if load.blocks_total else 0.0,
             transport=e.registration.transport,
         )
 

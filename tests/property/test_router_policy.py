@@ -15,7 +15,17 @@ from kvstore.blocks import block_names
 from services.protocol.proto import worker_pb2
 from services.router.bookings import Booking, Bookings
 from services.router.member import WorkerState
-from services.router.policy import DELAY, POLICIES, PRESSURE_STEPS, Fabric, Prompt, Worker, choose, uncached_tokens
+from services.router.policy import (
+    COPY,
+    DELAY,
+    POLICIES,
+    PRESSURE_STEPS,
+    Fabric,
+    Prompt,
+    Worker,
+    choose,
+    uncached_tokens,
+)
 from services.router.view import View
 from tests.fake_worker import fingerprint
 
@@ -45,6 +55,7 @@ def clusters(draw: st.DrawFn) -> list[Worker]:
             step_ms=draw(st.floats(0.1, 500)),
             free_blocks=draw(st.integers(-50, 400)),
             num_blocks=draw(st.integers(0, 400)),
+            full_share=draw(st.floats(0, 1)),
         )
         for i, role in enumerate(roles)
     ]
@@ -61,6 +72,15 @@ def crowd_of(workers: list[Worker], prompt: Prompt) -> float:
     """Prompts on a prefill worker that could take this one, on average."""
     firsts = {p.worker_id: p for p, _ in naive_options(prompt, workers) if p.role == "prefill"}
     return sum(p.active_sequences for p in firsts.values()) / len(firsts) if firsts else 0.0
+
+
+def copy_of(prompt: Prompt, workers: list[Worker], p: Worker, crowd: float) -> float:
+    """Price of the blocks that p lacks and another worker that computes prompts has; in ms."""
+    rivals = [w for w in workers if w.role != "decode" and w.num_blocks * prompt.block_size >= prompt.num_tokens]
+    full = (prompt.num_tokens - 1) // prompt.block_size
+    lacking = max(min(full, w.cached_blocks) for w in rivals) - min(full, p.cached_blocks)
+    again_s = lacking * prompt.block_size / p.prefill_tokens_per_s
+    return 1000 * COPY * p.full_share * (again_s + DELAY * crowd * again_s)
 
 
 def naive_cost(prompt: Prompt, p: Worker, d: Worker, fabric: Fabric, crowd: float) -> float:
@@ -103,7 +123,11 @@ def test_the_choice_is_the_cheapest_of_all_options_in_any_order(
     assert decision is not None
     assert decision.considered == len(options)
     crowd = crowd_of(workers, prompt)
-    costs = {(p.worker_id, "" if p is d else d.worker_id): naive_cost(prompt, p, d, fabric, crowd) for p, d in options}
+    costs = {
+        (p.worker_id, "" if p is d else d.worker_id): naive_cost(prompt, p, d, fabric, crowd)
+        + copy_of(prompt, workers, p, crowd)
+        for p, d in options
+    }
     chosen = decision.choice
     assert chosen.terms.cost_ms == pytest.approx(costs[chosen.prefill_id, chosen.decode_id], rel=1e-6, abs=1e-6)
     assert costs[chosen.prefill_id, chosen.decode_id] <= min(costs.values()) * (1 + 1e-9) + 1e-6
@@ -123,22 +147,24 @@ def cost_with_pull(prompt: Prompt, p: Worker, d: Worker, holder: Worker, fabric:
 
 
 @untimed
-@given(prompts, clusters(), fabrics, st.floats(0, 500), st.randoms(use_true_random=False))
+@given(prompts, clusters(), fabrics, st.floats(0, 500), st.booleans(), st.randoms(use_true_random=False))
 def test_kv_is_loaded_from_whomever_makes_the_choice_cheapest(
-    prompt: Prompt, workers: list[Worker], fabric: Fabric, setup_ms: float, rng: random.Random
+    prompt: Prompt, workers: list[Worker], fabric: Fabric, setup_ms: float, is_bounded: bool, rng: random.Random
 ) -> None:
-    fabric = replace(fabric, pull_setup_ms=setup_ms)
+    fastest = max([fabric.default_bytes_per_s, *fabric.measured.values()]) if is_bounded else float("inf")
+    fabric = replace(fabric, pull_setup_ms=setup_ms, fastest_bytes_per_s=fastest)
     full = (prompt.num_tokens - 1) // prompt.block_size
     costs: dict[tuple[str, str, str], float] = {}
     allowed = set()  # loading must be faster than computing, whatever it spares others
     crowd = crowd_of(workers, prompt)
     for p, d in naive_options(prompt, workers):
         pair = p.worker_id, "" if p is d else d.worker_id
-        costs[*pair, ""] = naive_cost(prompt, p, d, fabric, crowd)
+        copy_ms = copy_of(prompt, workers, p, crowd)
+        costs[*pair, ""] = naive_cost(prompt, p, d, fabric, crowd) + copy_ms
         allowed.add((*pair, ""))
         for holder in workers if p is not d else ():
             if holder is not p and min(full, holder.cached_blocks) > min(full, p.cached_blocks):
-                costs[*pair, holder.worker_id] = cost_with_pull(prompt, p, d, holder, fabric, crowd)
+                costs[*pair, holder.worker_id] = cost_with_pull(prompt, p, d, holder, fabric, crowd) + copy_ms
                 if loading_ms(prompt, p, holder, fabric) < computing_ms(prompt, p) * (1 - 1e-9):
                     allowed.add((*pair, holder.worker_id))
     decision = choose("cost", prompt, workers, fabric)

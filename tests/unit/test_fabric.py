@@ -48,6 +48,14 @@ def test_a_hidden_hand_off_says_nothing_but_that_the_wire_is_at_least_so_fast(me
     assert meter.now().bandwidth(*PAIR) == pytest.approx(20 * MB / 0.101)
 
 
+def test_the_last_layer_of_a_long_prompt_is_no_slow_wire(meter: FabricMeter) -> None:
+    # 20 GB in 8 s of computing, 21 ms after it: the wire may be many times as fast as that.
+    meter.observe(PAIR, 20_000 * MB, compute_ms=8000, exposed_ms=21)
+    assert meter.now().measured == {}
+    meter.observe(PAIR, 20_000 * MB, compute_ms=8000, exposed_ms=2000)
+    assert meter.now().bandwidth(*PAIR) == pytest.approx(2000 * MB)
+
+
 def test_hand_offs_too_small_to_measure_anything_are_left_out(meter: FabricMeter) -> None:
     meter.observe(PAIR, 4096, compute_ms=10, exposed_ms=50)
     meter.observe(PAIR, 20 * MB, compute_ms=0, exposed_ms=0)
@@ -80,3 +88,14 @@ def test_a_holder_that_did_not_deliver_is_not_asked_for_a_while(meter: FabricMet
 def test_no_pull_is_planned_where_they_are_off(clock: Clock) -> None:
     assert FabricMeter(clock, pulls=False).now().pull_setup_ms is None
     assert FabricMeter(clock).now().pull_setup_ms == PULL_SETUP_MS
+
+
+def test_the_fastest_way_is_at_least_as_fast_as_any_that_is_known_or_assumed(meter: FabricMeter, clock: Clock) -> None:
+    assert meter.now().fastest_bytes_per_s == DEFAULT_BYTES_PER_S
+    meter.observe_pull(("d0", "p0"), 2000 * MB, wire_ms=500)
+    meter.observe(PAIR, 20 * MB, compute_ms=100, exposed_ms=100)
+    fabric = meter.now()
+    rates = [*fabric.measured.values(), *(cost.bytes_per_s for cost in fabric.loads.values())]
+    assert fabric.fastest_bytes_per_s == max(rates) > DEFAULT_BYTES_PER_S
+    clock.now_s = FORGET_S + 1
+    assert meter.now().fastest_bytes_per_s == DEFAULT_BYTES_PER_S

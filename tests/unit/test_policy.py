@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from services.router.bookings import Booking, Bookings
-from services.router.policy import Fabric, Prompt, Worker, capacity, choose, uncached_tokens
+from services.router.policy import COPY, DELAY, Fabric, Prompt, Worker, capacity, choose, uncached_tokens
 
 PROMPT = Prompt(num_tokens=512, block_size=16, token_bytes=1000, num_layers=4)
 FAST = Fabric(default_bytes_per_s=1e12)
@@ -283,3 +283,23 @@ def test_delay_is_priced_by_the_crowd_of_all_prefill_workers() -> None:
     decision = choose("cost", PROMPT, [prefill("p0", active_sequences=3), prefill("p1"), decode("d0")], FAST)
     assert decision is not None
     assert [c.terms.delay_ms for c in decision.candidates] == [pytest.approx(0.5 * 1.5 * 512)] * 2
+
+
+# --- what a copy takes the place of ---
+
+
+def test_a_full_worker_loads_no_copy_of_what_another_has_for_a_little_less_waiting() -> None:
+    warm = prefill("p1", cached_blocks=20, queued_tokens=100, full_share=1.0)
+    assert pulls(prefill("p0"), warm, decode("d0")) == ("p0", "p1", 20)  # 207 ms against 292
+    assert pulls(prefill("p0", full_share=1.0), warm, decode("d0")) == ("p1", "", 0)
+    assert pulls(prefill("p0", full_share=1.0), replace(warm, queued_tokens=900), decode("d0")) == ("p0", "p1", 20)
+
+
+def test_a_copy_is_priced_as_the_computing_of_what_it_drives_out_with_the_delay_of_that() -> None:
+    workers = prefill("p0", full_share=0.5, active_sequences=4), prefill("p1", cached_blocks=20, full_share=1.0)
+    decision = choose("cost", PROMPT, [*workers, decode("d0", cached_blocks=31, full_share=1.0)], FAST)
+    assert decision is not None
+    copies = {c.prefill_id: c.terms.copy_ms for c in decision.candidates}
+    assert copies == {"p0": pytest.approx(COPY * 0.5 * 320 * (1 + DELAY * 2)), "p1": 0}  # what d0 has is no copy
+    for t in (c.terms for c in decision.candidates):
+        assert t.cost_ms == pytest.approx(t.queue_ms + t.compute_ms + t.pressure_ms + t.delay_ms + t.copy_ms)

@@ -503,6 +503,38 @@ def test_rates_that_make_no_sense_are_not_used(view: View) -> None:
     assert {w.prefill_tokens_per_s for w in view.candidates(())} == {300.0}
 
 
+def computing(view: View, worker_id: str, rate: float, loads: int, step_tokens: int = 100) -> None:
+    """So many loads of a worker that computes at this rate."""
+    join(view, worker_id)
+    for i in range(loads):
+        view.loaded(worker_id, worker_pb2.Load(prefill_tokens_per_s=rate, prompt_tokens_computed=step_tokens * i))
+
+
+def test_a_worker_counts_as_fast_as_the_others_until_it_is_plain_that_it_is_not(view: View) -> None:
+    for worker_id, rate in (("p0", 1000.0), ("p1", 600.0)):  # p1 has had a long prompt, or it is slow
+        computing(view, worker_id, rate, loads=20)
+    assert [w.prefill_tokens_per_s for w in view.candidates(())] == [pytest.approx(800)] * 2
+    for worker_id, rate in (("p2", 1000.0), ("p3", 600.0)):
+        computing(view, worker_id, rate, loads=2000)
+    assert [w.prefill_tokens_per_s for w in view.candidates(())][2:] == [pytest.approx(1000), pytest.approx(600)]
+
+
+def test_speed_is_the_mean_of_many_prompts_by_the_time_they_took(view: View) -> None:
+    join(view, "p0")
+    computed = 0
+    for rate, tokens in ((1000.0, 1), (1000.0, 500), (250.0, 500), (0.0, 500), (float("nan"), 500)):
+        computed += tokens
+        view.loaded("p0", worker_pb2.Load(prefill_tokens_per_s=rate, prompt_tokens_computed=computed))
+    assert view.candidates(())[0].prefill_tokens_per_s == pytest.approx(1000 / 2.5, rel=0.01)
+
+
+def test_the_share_of_a_pool_that_holds_something_counts_cached_blocks_as_well(view: View) -> None:
+    join(view, "p0")
+    assert view.candidates(())[0].full_share == 0.0
+    view.loaded("p0", worker_pb2.Load(blocks_total=100, blocks_free=25, blocks_cached=60, blocks_used=15))
+    assert view.candidates(())[0].full_share == 0.75
+
+
 @pytest.mark.parametrize(
     ("role", "rate", "stalled"), [("decode", 0, True), ("decode", 200, False), ("mixed", 200, False)]
 )

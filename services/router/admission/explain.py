@@ -9,7 +9,8 @@ from typing import Any
 ASKED = b"x-pdray-explain"
 HEADER = b"x-pdray-decision"
 MAX_BYTES = 2048
-_TERMS = ("queue_ms", "load_ms", "compute_ms", "transfer_ms", "admission_ms", "pressure_ms", "delay_ms")
+_TERMS = ("queue_ms", "load_ms", "compute_ms", "transfer_ms", "admission_ms", "pressure_ms", "delay_ms",
+          "copy_ms")  # fmt: skip
 
 
 def is_asked(headers: Iterable[tuple[bytes, bytes]]) -> bool:
