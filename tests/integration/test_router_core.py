@@ -478,7 +478,7 @@ async def test_the_program_serves_until_sigterm_and_leaves_with_0(
         ports = json.loads(await asyncio.wait_for(process.stdout.readline(), 60))
         await until(lambda: m.hellos, 30)
         reader, writer = await asyncio.open_connection("127.0.0.1", ports["http_port"])
-        writer.write(b"GET /ready HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        writer.write(b"GET /ready HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         assert b" 200 " in await asyncio.wait_for(reader.readline(), 10)
         writer.close()
         os.kill(process.pid, signal.SIGTERM)

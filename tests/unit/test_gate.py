@@ -207,7 +207,8 @@ async def test_each_order_sends_in_its_own_way(order: str, expected: str) -> Non
 async def test_who_waits_for_a_busy_worker_does_not_hold_up_who_has_a_free_one() -> None:
     rig = Rig(order="fcfs").pair()
     rig.join("p1", "prefill")
-    rig.load("p1")
+    for n in range(4):
+        rig.load("p1", prompt_tokens_computed=1000 * n)  # its speed is known
     rig.load("p0", prefill_tokens_per_s=100_000.0)  # the policy prefers it, however much waits there
     asked = [rig.request() for _ in range(4)]
     tasks = await rig.start(*asked)
