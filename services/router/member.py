@@ -91,11 +91,12 @@ class PrefillSpeed:
         return self.tokens / self.seconds if self.seconds else measured(load.prefill_tokens_per_s)
 
     def among(self, usual: float, load: worker_pb2.Load) -> float:
-        """Its own where that differs from the ``usual`` one by more than chance would have it, else the usual one."""
+        """Its own where that differs from the ``usual`` one by more than chance would have it, else the usual
+        one. What is reported counts as long as nothing was seen to be computed."""
         own = self.mean(load)
-        if not own or abs(math.log(own / usual)) < SPEED_NOISE / math.sqrt(max(self.loads, 1.0)):
+        if self.loads and abs(math.log(own / usual)) < SPEED_NOISE / math.sqrt(self.loads):
             return usual
-        return own
+        return own or usual
 
 
 def measured(value: float) -> float:
