@@ -33,8 +33,8 @@ async def post_raw(port: int, path: str, body: dict[str, Any]) -> tuple[asyncio.
     """A request by hand, to be able to just close the socket."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
-    writer.write(head.encode() + data)
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    writer.write(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
     await writer.drain()
     return reader, writer
 
