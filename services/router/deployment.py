@@ -68,6 +68,7 @@ class RouterReplica(ProxiedRpcs):
         self._is_local = config.router.host in ("127.0.0.1", "::1", "localhost")
         self._drain_s = config.worker.drain_s
         self._router = await _start(config, folder, sources)
+        self._router.settle()
         self._fronts = self._router.fronts
         _log.info("router serves HTTP on port %d, gRPC on port %d", self._router.http_port, self._router.grpc_port)
 
