@@ -192,7 +192,7 @@ class Attempts:
         if deps.view.kind() is None or self._request.pools:
             return None
         found = plan_here(self._name(), deps.view, deps.fabric, self._avoided())
-        late = found is not None and deps.clock() + found.decision.choice.terms.cost_ms / 1000 > self.limit()[0]
+        late = found is not None and deps.clock() + found.decision.choice.terms.time_ms / 1000 > self.limit()[0]
         return None if late else found
 
     # --- one attempt ---

@@ -90,7 +90,7 @@ class Plan:
             }
             for c in d.candidates
         ]
-        return {"policy": d.policy, "predicted_ms": round(d.choice.terms.cost_ms, 3), "considered": d.considered,
+        return {"policy": d.policy, "predicted_ms": round(d.choice.terms.time_ms, 3), "considered": d.considered,
                 "candidates": rows}  # fmt: skip
 
 

@@ -74,6 +74,11 @@ class Terms:
         computed_ms = self.queue_ms + self.load_ms + self.compute_ms
         return computed_ms + self.transfer_ms + (self.admission_ms + self.pressure_ms) + (self.delay_ms + self.copy_ms)
 
+    @property
+    def time_ms(self) -> float:
+        """Of this request alone: without the prices of what it does to others."""
+        return self.queue_ms + self.load_ms + self.compute_ms + self.transfer_ms + self.admission_ms
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
