@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 from kvstore.index.base import BlockIndex
 from services.protocol.auth import verify_registration
 from services.protocol.proto import worker_pb2
+from services.protocol.tasks import end
 from services.telemetry.metrics import RouterMetrics
 
 Source = Callable[[], Awaitable[list[str]]]
@@ -80,9 +81,7 @@ class Discovery:
         self._tasks = [asyncio.create_task(self._poll(i), name=f"discovery-{i}") for i in range(len(self._sources))]
 
     async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end(*self._tasks)
 
     async def _poll(self, index: int) -> None:
         failing = False

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from kvstore.errors import IndexUnavailable
 from kvstore.index.base import BlockIndex, EventBatch, Snapshot, SnapshotRefused
+from services.protocol.tasks import end
 from services.router.names import NameSet
 from services.router.residency import Residency, forget_beyond, with_room
 from services.telemetry.metrics import RouterMetrics
@@ -67,8 +68,7 @@ class Feed:
 
     async def stop(self) -> None:
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end(self._task)
 
     async def _run(self) -> None:
         while True:

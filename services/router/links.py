@@ -28,6 +28,7 @@ import grpc.aio
 from services.protocol.auth import channel
 from services.protocol.errors import RequestError
 from services.protocol.proto import worker_pb2, worker_pb2_grpc
+from services.protocol.tasks import end
 from services.protocol.version import PROTOCOL_VERSION
 from services.router.calls import WorkerCalls
 from services.router.turnstile import parts
@@ -137,8 +138,7 @@ class Link:
         self._stopped = True  # grpc.aio may turn a cancellation of `write` into an InvalidStateError
         self._cancel_grace()
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end(self._task)
         if self._channel is not None:
             await self._channel.close(None)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from kvstore.errors import IndexUnavailable
 from kvstore.index.base import BlockIndex, Tier, WorkerRecord
 from services.protocol.proto import worker_pb2
+from services.protocol.tasks import end
 
 BATCH_S = 0.05
 """Events of this long go out together."""
@@ -82,8 +83,7 @@ class Publisher:
     async def stop(self) -> None:
         """Withdraw the worker, waiting a second at most."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end(self._task)
         registration = self._registration()
         try:
             async with asyncio.timeout(1.0):

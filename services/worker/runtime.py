@@ -26,6 +26,7 @@ from services.protocol.auth import SERVER_OPTIONS, CallAuth, sign_registration
 from services.protocol.errors import ErrorCode, RequestError
 from services.protocol.model_card import ModelCard
 from services.protocol.proto import worker_pb2, worker_pb2_grpc
+from services.protocol.tasks import end
 from services.protocol.version import PROTOCOL_VERSION
 from services.worker.children import Children, WorkerLost
 from services.worker.core import WorkerCore
@@ -120,9 +121,7 @@ class WorkerRuntime:
             return
         self._stopping = True
         await self._core.fail_all(RequestError(ErrorCode.WORKER_LOST, "the worker stopped"))
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end(*self._tasks)
         self._core.hub.close()
         if self._publisher is not None:
             await self._publisher.stop()
