@@ -1,4 +1,4 @@
-"""Load KV or compute it again: what loading costs, learned from loads that were seen, and which of both is faster.
+"""What loading KV costs, instead of computing it again: learned from loads that were seen.
 
     load_ms(ranges, bytes) = set-up + ranges × per range + bytes / bandwidth
 
@@ -8,7 +8,7 @@ with much bandwidth may still be slow for a few blocks of many layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 FORGET = 0.9
@@ -33,69 +33,6 @@ class LoadCost:
         if self.bytes_per_s <= 0:
             return float("inf")
         return self.setup_ms + ranges * self.range_ms + 1000 * num_bytes / self.bytes_per_s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
-    """KV that could be loaded: how many leading blocks of the prompt a source has, and what loading them costs."""
-
-    source: str  # a worker, or a tier by its name
-    blocks: int
-    cost: LoadCost
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
-    """A prompt on the worker that would compute it."""
-
-    num_tokens: int
-    block_size: int
-    token_bytes: int
-    num_layers: int
-    own_blocks: int  # leading ones that are there already
-    tokens_per_s: float
-
-    def uncached_tokens(self, blocks: int) -> int:
-        """To compute where the first ``blocks`` are there; the last token always is."""
-        return self.num_tokens - min(blocks, (self.num_tokens - 1) // self.block_size) * self.block_size
-
-    def compute_ms(self, blocks: int) -> float:
-        return 1000 * self.uncached_tokens(blocks) / self.tokens_per_s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """The answer: compute everything (``offer`` None), or load first."""
-
-    offer: Offer | None
-    load_ms: float
-    compute_ms: float
-
-    @property
-    def total_ms(self) -> float:
-        return self.load_ms + self.compute_ms
-
-
-def load_or_compute(need: Need, offers: Iterable[Offer]) -> Source:
-    """The fastest way to have the whole prompt's KV; ties go to computing, then to the first source by name.
-
-    Both costs are linear in the blocks loaded, so a part of an offer is never faster than none or all of it.
-    """
-    best = Source(offer=None, load_ms=0.0, compute_ms=need.compute_ms(need.own_blocks))
-    for offer in sorted(offers, key=lambda o: (o.source, o.blocks)):
-        load_ms = offered_ms(need, offer)
-        found = Source(offer=offer, load_ms=load_ms, compute_ms=need.compute_ms(offer.blocks))
-        if found.total_ms < best.total_ms:
-            best = found
-    return best
-
-
-def offered_ms(need: Need, offer: Offer) -> float:
-    """Time to load what the offer has beyond the worker's own; infinite where that is nothing."""
-    tokens = need.uncached_tokens(need.own_blocks) - need.uncached_tokens(offer.blocks)
-    if tokens <= 0:
-        return float("inf")
-    return offer.cost.ms(tokens * need.token_bytes, need.num_layers)  # fresh blocks are neighbours: a range a layer
 
 
 class LoadMeter:
