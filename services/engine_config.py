@@ -9,7 +9,7 @@ from kvstore.errors import ConfigError
 POLICIES = ("fcfs", "priority", "lpm", "dfs-weight", "lof", "hrrn")
 BATCHING = ("continuous", "static", "request")
 PREFIX_CACHES = ("hash", "off")
-KERNELS = ("auto", "amx", "avx512_bf16", "avx512", "off")
+KERNELS = ("auto", "amx", "avx512_bf16", "avx512", "avx2", "off")
 EVICTIONS = ("lru", "lfu")
 
 
@@ -60,7 +60,7 @@ class EngineConfig:
     attention: str = "auto"
     """Attention backend: ``native``, ``reference`` (plain torch, the oracle), or ``auto``: the fastest that works."""
     kernels: str = "auto"
-    """Native kernels: ``auto``, ``amx``, ``avx512_bf16``, ``avx512`` or ``off``; compiled at the first start."""
+    """Native kernels: ``auto``, ``amx``, ``avx512_bf16``, ``avx512``, ``avx2``, ``off``; compiled at the first start."""
     batch_invariant: bool = False
     """Refuse to start unless a sequence's tokens never depend on neighbours, chunks or cache hits, in bfloat16 too."""
     steps_kept: int = 256

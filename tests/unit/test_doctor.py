@@ -101,21 +101,24 @@ def test_the_choice_of_a_transport_is_told_with_the_reasons_against_faster_ones(
 
 
 @pytest.mark.parametrize(
-    ("text", "dtype", "shown"),
+    ("text", "dtype", "shown", "widening"),
     [
-        ("flags\t\t: fpu avx2 avx512f avx512_bf16 amx_bf16\n", "bfloat16", "avx512_bf16, amx_bf16"),
-        ("flags\t\t: fpu avx2\n", "float32", "avx2"),
-        ("processor : 0\n", "float32", "no AVX"),
+        ("flags\t\t: fpu avx2 avx512f avx512_bf16 amx_bf16\n", "bfloat16", "avx512_bf16, amx_bf16", None),
+        ("flags\t\t: fpu avx2 fma\n", "float32", "avx2", "note"),
+        ("flags\t\t: fpu avx2\n", "float32", "avx2", "warning"),
+        ("processor : 0\n", "float32", "no AVX", "warning"),
     ],
 )
-def test_the_cpu_decides_what_dtype_auto_means(tmp_path: Path, text: str, dtype: str, shown: str) -> None:
+def test_the_cpu_decides_what_dtype_auto_means(
+    tmp_path: Path, text: str, dtype: str, shown: str, widening: str | None
+) -> None:
     file = tmp_path / "cpuinfo"
     file.write_text(text, encoding="utf-8")
     found = checks.check_cpu(config(prefill=0, decode=0, mixed=1), file)
     assert dtype in found[0].finding
     assert shown in found[0].finding
     asked = checks.check_cpu(config(model__dtype="bfloat16", prefill=0, decode=0, mixed=1), file)
-    assert ("cpu dtype" in levels(asked)) == (dtype == "float32")
+    assert levels(asked).get("cpu dtype") == widening
 
 
 def test_flags_are_read_from_the_first_processor_only() -> None:

@@ -14,21 +14,24 @@ from services.engine.native import build
 from services.engine.native.build import KINDS, NoKernels, choose, library_for
 from services.engine_config import KERNELS, EngineConfig
 
-AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq"})
+AVX2 = frozenset({"avx2", "fma"})
+AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
 
 
 def test_the_best_kind_that_the_cpu_has_is_taken() -> None:
+    assert choose("auto", AVX2).name == "avx2"
     assert choose("auto", AVX512).name == "avx512"
     assert choose("auto", AVX512 | {"avx512_bf16"}).name == "avx512_bf16"
     assert choose("auto", AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16"}).name == "amx"
     assert choose("avx512", AVX512 | {"avx512_bf16"}).name == "avx512"
+    assert choose("avx2", AVX512).name == "avx2"
 
 
 def test_a_kind_that_the_cpu_lacks_is_refused_with_what_it_can_run() -> None:
-    with pytest.raises(NoKernels, match=r"no amx; it can run: avx512 \(engine\.kernels\)"):
+    with pytest.raises(NoKernels, match=r"no amx; it can run: avx512, avx2 \(engine\.kernels\)"):
         choose("amx", AVX512)
-    with pytest.raises(NoKernels, match="no AVX-512"):
-        choose("auto", frozenset({"avx2"}))
+    with pytest.raises(NoKernels, match="neither AVX-512 nor AVX2"):
+        choose("auto", frozenset({"avx2"}))  # without fused multiply-add
 
 
 def test_the_setting_names_every_kind() -> None:
@@ -77,6 +80,6 @@ def test_the_doctor_tells_which_path_computes(monkeypatch: pytest.MonkeyPatch) -
     (off,) = check_kernels(ServeConfig(engine=EngineConfig(kernels="off")))
     assert off.level == "note"
     (old,) = check_kernels(ServeConfig(), frozenset({"avx2"}))
-    assert (old.level, "no AVX-512" in old.finding) == ("warning", True)
+    assert (old.level, "neither AVX-512 nor AVX2" in old.finding) == ("warning", True)
     (wrong,) = check_kernels(ServeConfig(engine=EngineConfig(kernels="amx")), AVX512)
     assert wrong.level == "error"

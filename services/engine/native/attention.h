@@ -69,28 +69,12 @@ template <class E>
 inline void pack_rows(const E* const rows[WIDE], int count, int dim, E* out) {
   constexpr int per_vector = 64 / sizeof(E);
   for (int d = 0; d < dim; d += per_vector) {
-    __m512i in[16], turned[16];
-    for (int i = 0; i < 16; ++i) in[i] = i < count ? _mm512_loadu_si512(rows[i] + d) : _mm512_setzero_si512();
+    Words in[16], turned[16];
+    for (int i = 0; i < 16; ++i) in[i] = i < count ? load_words(rows[i] + d) : zero_words();
     transpose16(in, turned);
-    for (int i = 0; i < 16; ++i) _mm512_store_si512(out + size_t(d) * WIDE + i * per_vector, turned[i]);
+    for (int i = 0; i < 16; ++i) store_words(out + size_t(d) * WIDE + i * per_vector, turned[i]);
   }
 }
-
-// Pairs of 16-bit items from two vectors of 32: of the first 16 of each, and of the others.
-struct Interleaving {
-  __m512i low, high;
-
-  Interleaving() {
-    alignas(64) uint16_t l[32], h[32];
-    for (int i = 0; i < 16; ++i) {
-      l[2 * i] = uint16_t(i), l[2 * i + 1] = uint16_t(32 + i);
-      h[2 * i] = uint16_t(16 + i), h[2 * i + 1] = uint16_t(48 + i);
-    }
-    low = _mm512_load_si512(l), high = _mm512_load_si512(h);
-  }
-  INLINE __m512i near(__m512i a, __m512i b) const { return _mm512_permutex2var_epi16(a, low, b); }
-  INLINE __m512i far(__m512i a, __m512i b) const { return _mm512_permutex2var_epi16(a, high, b); }
-};
 
 // Dimensions as rows and keys as items, blocked; keys past `count` are zero, up to a whole step.
 inline void pack_values(const bf16* const rows[KEYS], int count, int dim, bf16* out) {
@@ -98,27 +82,27 @@ inline void pack_values(const bf16* const rows[KEYS], int count, int dim, bf16* 
   const int steps = (count + STEP - 1) / STEP;
   for (int s = 0; s < steps; ++s)
     for (int d = 0; d < dim; d += 32) {
-      __m512i near[16], far[16], turned[16];
+      Words near[16], far[16], turned[16];
       for (int i = 0; i < 16; ++i) {
         int k = s * STEP + 2 * i;
-        __m512i a = k < count ? _mm512_loadu_si512(rows[k] + d) : _mm512_setzero_si512();
-        __m512i b = k + 1 < count ? _mm512_loadu_si512(rows[k + 1] + d) : _mm512_setzero_si512();
+        Words a = k < count ? load_words(rows[k] + d) : zero_words();
+        Words b = k + 1 < count ? load_words(rows[k + 1] + d) : zero_words();
         near[i] = by.near(a, b), far[i] = by.far(a, b);
       }
       transpose16(near, turned);
-      for (int i = 0; i < 16; ++i) _mm512_store_si512(place(out, steps, d + i, s * STEP), turned[i]);
+      for (int i = 0; i < 16; ++i) store_words(place(out, steps, d + i, s * STEP), turned[i]);
       transpose16(far, turned);
-      for (int i = 0; i < 16; ++i) _mm512_store_si512(place(out, steps, d + 16 + i, s * STEP), turned[i]);
+      for (int i = 0; i < 16; ++i) store_words(place(out, steps, d + 16 + i, s * STEP), turned[i]);
     }
 }
 inline void pack_values(const float* const rows[KEYS], int count, int dim, float* out) {
   const int steps = (count + STEP - 1) / STEP;
   for (int k = 0; k < steps * STEP; k += 16)
     for (int d = 0; d < dim; d += 16) {
-      __m512i in[16], turned[16];
-      for (int i = 0; i < 16; ++i) in[i] = k + i < count ? _mm512_loadu_si512(rows[k + i] + d) : _mm512_setzero_si512();
+      Words in[16], turned[16];
+      for (int i = 0; i < 16; ++i) in[i] = k + i < count ? load_words(rows[k + i] + d) : zero_words();
       transpose16(in, turned);
-      for (int i = 0; i < 16; ++i) _mm512_store_si512(place(out, steps, d + i, k), turned[i]);
+      for (int i = 0; i < 16; ++i) store_words(place(out, steps, d + i, k), turned[i]);
     }
 }
 
@@ -128,28 +112,28 @@ inline void pack_pairs(const bf16* const rows[KEYS], int count, int dim, bf16* o
   const int steps = (count + STEP - 1) / STEP;
   for (int k = 0; k < steps * STEP; k += 2)
     for (int d = 0; d < dim; d += 32) {
-      __m512i a = k < count ? _mm512_loadu_si512(rows[k] + d) : _mm512_setzero_si512();
-      __m512i b = k + 1 < count ? _mm512_loadu_si512(rows[k + 1] + d) : _mm512_setzero_si512();
+      Words a = k < count ? load_words(rows[k] + d) : zero_words();
+      Words b = k + 1 < count ? load_words(rows[k + 1] + d) : zero_words();
       bf16* to = out + size_t(d) * steps * STEP + size_t(k) * WIDE;
-      _mm512_store_si512(to, by.near(a, b));
-      _mm512_store_si512(to + steps * TILE, by.far(a, b));
+      store_words(to, by.near(a, b));
+      store_words(to + steps * TILE, by.far(a, b));
     }
 }
 inline void pack_pairs(const float* const rows[KEYS], int count, int dim, float* out) {
   const int steps = (count + STEP - 1) / STEP;
   for (int k = 0; k < steps * STEP; ++k)
     for (int d = 0; d < dim; d += 16)
-      _mm512_store_ps(out + size_t(d) * steps * STEP + size_t(k) * WIDE,
-                      k < count ? _mm512_loadu_ps(rows[k] + d) : _mm512_setzero_ps());
+      store16(out + size_t(d) * steps * STEP + size_t(k) * WIDE,
+                      k < count ? load16(rows[k] + d) : zeros());
 }
 
 // Weights of two neighbouring keys for 16 rows, as tiles have them.
-INLINE void put_weights(bf16* tiles, int key, __m512 even, __m512 odd) {
-  __m512i low = _mm512_cvtepu16_epi32(narrow16(even)), high = _mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow16(odd)), 16);
-  _mm512_store_si512(tiles + size_t(key) * WIDE, _mm512_or_si512(low, high));
+INLINE void put_weights(bf16* tiles, int key, Floats even, Floats odd) {
+  Words low = widen(narrow16(even)), high = up16(widen(narrow16(odd)));
+  store_words(tiles + size_t(key) * WIDE, either(low, high));
 }
-INLINE void put_weights(float* tiles, int key, __m512 even, __m512 odd) {
-  _mm512_store_ps(tiles + size_t(key) * WIDE, even), _mm512_store_ps(tiles + size_t(key + 1) * WIDE, odd);
+INLINE void put_weights(float* tiles, int key, Floats even, Floats odd) {
+  store16(tiles + size_t(key) * WIDE, even), store16(tiles + size_t(key + 1) * WIDE, odd);
 }
 
 // Where keys and values of one head at positions base .. base + keys - 1 lie.
@@ -168,7 +152,7 @@ inline void find_rows(const Paged& p, const E* layer, const Span& span, int head
 
 // Which of a step's keys each of 16 rows sees: from .. to - 1, counted from the step's first.
 struct Seen {
-  __m512i from, to;
+  Words from, to;
   bool all;
 };
 
@@ -176,65 +160,64 @@ struct Seen {
 template <class E>
 inline void soften(float* scores, E* weights, const Seen& seen, int padded, float scale, float* top, float* total,
                    float* sums, int dim) {
-  const __m512 hidden = _mm512_set1_ps(-std::numeric_limits<float>::infinity()), by = _mm512_set1_ps(scale);
-  __m512 most = hidden;
+  const Floats hidden = spread(-std::numeric_limits<float>::infinity()), by = spread(scale);
+  Floats most = hidden;
   for (int n = 0; n < padded; ++n) {
-    __m512 s = _mm512_load_ps(scores + n * WIDE);
+    Floats s = load16(scores + n * WIDE);
     if (!seen.all) {
-      __m512i at = _mm512_set1_epi32(n);
-      s = _mm512_mask_mov_ps(hidden, _mm512_cmpge_epi32_mask(at, seen.from) & _mm512_cmplt_epi32_mask(at, seen.to), s);
-      _mm512_store_ps(scores + n * WIDE, s);
+      Words at = spread_words(n);
+      s = where(within(at, seen.from, seen.to), s, hidden);
+      store16(scores + n * WIDE, s);
     }
-    most = _mm512_max_ps(most, s);
+    most = max(most, s);
   }
-  const __m512 before = _mm512_load_ps(top);
-  const __m512 peak = _mm512_max_ps(_mm512_max_ps(_mm512_mul_ps(most, by), before), _mm512_set1_ps(NEVER));
-  __m512 sum = _mm512_setzero_ps();
+  const Floats before = load16(top);
+  const Floats peak = max(max(mul(most, by), before), spread(NEVER));
+  Floats sum = zeros();
   for (int n = 0; n < padded; n += 2) {
-    __m512 even = exp2_16<E>(_mm512_fmsub_ps(_mm512_load_ps(scores + n * WIDE), by, peak));
-    __m512 odd = exp2_16<E>(_mm512_fmsub_ps(_mm512_load_ps(scores + (n + 1) * WIDE), by, peak));
-    sum = _mm512_add_ps(_mm512_add_ps(sum, even), odd);
+    Floats even = exp2_16<E>(fmsub(load16(scores + n * WIDE), by, peak));
+    Floats odd = exp2_16<E>(fmsub(load16(scores + (n + 1) * WIDE), by, peak));
+    sum = add(add(sum, even), odd);
     put_weights(weights, n, even, odd);
   }
-  const __mmask16 grew = _mm512_cmp_ps_mask(before, peak, _CMP_NEQ_UQ);
-  const __m512 shrink = _mm512_mask_mov_ps(_mm512_set1_ps(1.0f), grew, exp2_16<E>(_mm512_sub_ps(before, peak)));
-  _mm512_store_ps(total, _mm512_fmadd_ps(_mm512_load_ps(total), shrink, sum));
-  _mm512_store_ps(top, peak);
-  if (!grew) return;
-  for (int d = 0; d < dim; ++d) _mm512_store_ps(sums + d * WIDE, _mm512_mul_ps(_mm512_load_ps(sums + d * WIDE), shrink));
+  const Mask grew = differ(before, peak);
+  const Floats shrink = where(grew, exp2_16<E>(sub(before, peak)), spread(1.0f));
+  store16(total, fmadd(load16(total), shrink, sum));
+  store16(top, peak);
+  if (!any(grew)) return;
+  for (int d = 0; d < dim; ++d) store16(sums + d * WIDE, mul(load16(sums + d * WIDE), shrink));
 }
 
 // `soften` with keys as columns: scores [ROWS][KEYS], sums [ROWS][dim]. Keys outside from .. keys - 1 are hidden.
 template <int ROWS, class E>
 inline void soften_few(float* scores, E* weights, int from, int keys, int padded, float scale, float* top, float* total,
                        float* sums, int dim) {
-  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  const __m512i low = _mm512_set1_epi32(from), high = _mm512_set1_epi32(keys);
-  const __m512 hidden = _mm512_set1_ps(-std::numeric_limits<float>::infinity()), by = _mm512_set1_ps(scale);
+  const Words lane = lanes();
+  const Words low = spread_words(from), high = spread_words(keys);
+  const Floats hidden = spread(-std::numeric_limits<float>::infinity()), by = spread(scale);
   float sum[ROWS] = {}, shrunk[ROWS];
   for (int r = 0; r < ROWS; ++r) {
     float *s = scores + r * KEYS, *own = sums + r * dim;
-    __m512 most = hidden;
+    Floats most = hidden;
     for (int n = 0; n < padded; n += 16) {
-      __m512i at = _mm512_add_epi32(lane, _mm512_set1_epi32(n));
-      __mmask16 seen = _mm512_cmpge_epi32_mask(at, low) & _mm512_cmplt_epi32_mask(at, high);
-      __m512 v = _mm512_mask_mov_ps(hidden, seen, _mm512_load_ps(s + n));
-      _mm512_store_ps(s + n, v);
-      most = _mm512_max_ps(most, v);
+      Words at = add(lane, spread_words(n));
+      Floats v = where(within(at, low, high), load16(s + n), hidden);
+      store16(s + n, v);
+      most = max(most, v);
     }
-    const __m512 before = _mm512_set1_ps(top[r]);
-    const __m512 reached = _mm512_mul_ps(_mm512_set1_ps(_mm512_reduce_max_ps(most)), by);
-    const __m512 peak = _mm512_max_ps(_mm512_max_ps(reached, before), _mm512_set1_ps(NEVER));
+    const Floats before = spread(top[r]);
+    const Floats reached = mul(spread(most_of(most)), by);
+    const Floats peak = max(max(reached, before), spread(NEVER));
     for (int n = 0; n < padded; n += 16) {
-      __m512 e = exp2_16<E>(_mm512_fmsub_ps(_mm512_load_ps(s + n), by, peak));
-      _mm512_store_ps(s + n, e);
+      Floats e = exp2_16<E>(fmsub(load16(s + n), by, peak));
+      store16(s + n, e);
       store16(weights + r * KEYS + n, e);
     }
-    top[r] = _mm512_cvtss_f32(peak), shrunk[r] = 1.0f;
-    if (!_mm512_cmp_ps_mask(before, peak, _CMP_NEQ_UQ)) continue;
-    const __m512 shrink = exp2_16<E>(_mm512_sub_ps(before, peak));
-    shrunk[r] = _mm512_cvtss_f32(shrink);
-    for (int d = 0; d < dim; d += 16) _mm512_store_ps(own + d, _mm512_mul_ps(_mm512_load_ps(own + d), shrink));
+    top[r] = first_of(peak), shrunk[r] = 1.0f;
+    if (!any(differ(before, peak))) continue;
+    const Floats shrink = exp2_16<E>(sub(before, peak));
+    shrunk[r] = first_of(shrink);
+    for (int d = 0; d < dim; d += 16) store16(own + d, mul(load16(own + d), shrink));
   }
   for (int n = 0; n < padded; ++n)  // one after another, as `soften` adds them
     for (int r = 0; r < ROWS; ++r) sum[r] += scores[r * KEYS + n];
@@ -266,7 +249,7 @@ inline void attend_few(const Paged& p, const E* layer, const Span& span, int hea
   for (int r = 0; r < ROWS; ++r)
     for (int d = 0; d < dim; d += WIDE)
       put(span.row + token, (head * ROWS + r) * dim + d,
-          _mm512_mul_ps(_mm512_load_ps(w.sums + r * dim + d), _mm512_set1_ps(1.0f / w.total[r])));
+          mul(load16(w.sums + r * dim + d), spread(1.0f / w.total[r])));
 }
 
 #if defined(__AMX_BF16__)
@@ -303,8 +286,8 @@ inline void attend_item(const Paged& p, const E* layer, const Span& span, int he
       from[i] = queries + size_t(span.row + token + r / group) * stride + size_t(head * group + r % group) * dim;
     }
     pack_rows(from, some, dim, w.queries + size_t(b) * WIDE * dim);
-    _mm512_store_ps(w.top + b * WIDE, _mm512_set1_ps(-std::numeric_limits<float>::infinity()));
-    _mm512_store_ps(w.total + b * WIDE, _mm512_setzero_ps());
+    store16(w.top + b * WIDE, spread(-std::numeric_limits<float>::infinity()));
+    store16(w.total + b * WIDE, zeros());
   }
   std::memset(w.sums, 0, sizeof(float) * blocks * WIDE * dim);
   const int start = p.window && first - p.window + 1 > 0 ? (first - p.window + 1) / KEYS * KEYS : 0;
@@ -335,20 +318,20 @@ inline void attend_item(const Paged& p, const E* layer, const Span& span, int he
       }
       if (to[WIDE - 1] <= 0) continue;
       multiply<false>(key_blocks, steps * 2, Strides{size_t(dim), STEP}, w.queries + size_t(b) * WIDE * dim, dim / STEP, w.scores);
-      soften<E>(w.scores, w.weights, Seen{_mm512_load_si512(from), _mm512_load_si512(to), all}, steps * STEP, p.scale,
+      soften<E>(w.scores, w.weights, Seen{load_words(from), load_words(to), all}, steps * STEP, p.scale,
                 w.top + b * WIDE, w.total + b * WIDE, w.sums + size_t(b) * WIDE * dim, dim);
       multiply<true>(value_blocks, dim / WIDE, BLOCKED, w.weights, steps, w.sums + size_t(b) * WIDE * dim);
     }
   }
   for (int b = 0; b < blocks; ++b)
     for (int d = 0; d < dim; d += WIDE) {
-      __m512i in[16], turned[16];
-      for (int i = 0; i < 16; ++i) in[i] = _mm512_load_si512(w.sums + (size_t(b) * dim + d + i) * WIDE);
+      Words in[16], turned[16];
+      for (int i = 0; i < 16; ++i) in[i] = load_words(w.sums + (size_t(b) * dim + d + i) * WIDE);
       transpose16(in, turned);
       for (int i = 0; i < WIDE && b * WIDE + i < rows; ++i) {
         int r = b * WIDE + i;
         put(span.row + token + r / group, (head * group + r % group) * dim + d,
-            _mm512_mul_ps(_mm512_castsi512_ps(turned[i]), _mm512_set1_ps(1.0f / w.total[r])));
+            mul(as_floats(turned[i]), spread(1.0f / w.total[r])));
       }
     }
 }

@@ -53,6 +53,7 @@ KINDS = (
         frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq"}),
         _AVX512,
     ),
+    Instructions("avx2", frozenset({"avx2", "fma"}), ("-mavx2",)),
 )
 """Best first."""
 
@@ -76,7 +77,7 @@ def choose(kernels: str, flags: frozenset[str]) -> Instructions:
     able = [kind for kind in KINDS if kind.cpu_flags <= flags]
     if kernels == "auto":
         if not able:
-            raise NoKernels("this CPU has no AVX-512")
+            raise NoKernels("this CPU has neither AVX-512 nor AVX2 with FMA")
         return able[0]
     chosen = next((kind for kind in able if kind.name == kernels), None)
     if chosen is None:

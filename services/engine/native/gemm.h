@@ -28,7 +28,7 @@ inline void gemm(int rows, const E* a, const Weights<E>& w, int first, int stop,
       dot_block<E>(count, a + r * lda, BLOCKED, w.panel(p), 2 * TILE, w.steps, c, 2 * WIDE, ahead);
       dot_block<E>(count, a + r * lda, BLOCKED, w.panel(p) + TILE, 2 * TILE, w.steps, c + WIDE, 2 * WIDE, ahead);
       for (int i = 0; i < count; ++i)
-        done(r + i, p, _mm512_load_ps(c + i * 2 * WIDE), _mm512_load_ps(c + i * 2 * WIDE + WIDE));
+        done(r + i, p, load16(c + i * 2 * WIDE), load16(c + i * 2 * WIDE + WIDE));
     }
 }
 
@@ -63,7 +63,7 @@ inline void gemm(int rows, const bf16* a, const Weights<bf16>& w, int first, int
       int count = rows - r < 2 * WIDE ? rows - r : 2 * WIDE;
       for (int i = 0; i < count; ++i) {
         int half = i / WIDE * 2, at = i % WIDE * WIDE;
-        done(r + i, p, _mm512_load_ps(c[half] + at), _mm512_load_ps(c[half + 1] + at));
+        done(r + i, p, load16(c[half] + at), load16(c[half + 1] + at));
       }
     }
     if (r >= rows) continue;
@@ -77,7 +77,7 @@ inline void gemm(int rows, const bf16* a, const Weights<bf16>& w, int first, int
     }
     _tile_stored(0, c[0], 64); _tile_stored(1, c[1], 64);
     for (int i = 0; i < rows - r; ++i)
-      done(r + i, p, _mm512_load_ps(c[0] + i * WIDE), _mm512_load_ps(c[1] + i * WIDE));
+      done(r + i, p, load16(c[0] + i * WIDE), load16(c[1] + i * WIDE));
   }
 }
 #endif

@@ -47,7 +47,7 @@ void attend(const pdray::Paged& paged, const void* layer, const std::vector<pdra
     pdray::begin_tiles();
     pdray::Workspace<E> workspace(paged, own[number].get<char>(pdray::Workspace<E>::bytes(paged)));
     pdray::attend<E>(paged, static_cast<const E*>(layer), spans, static_cast<const E*>(queries), workspace, next,
-                     [&](int row, int item, __m512 v) { pdray::store16(static_cast<E*>(out) + row * stride + item, v); });
+                     [&](int row, int item, pdray::Floats v) { pdray::store16(static_cast<E*>(out) + row * stride + item, v); });
     pdray::end_tiles();
   });
 }

@@ -78,20 +78,20 @@ class Buffer {
 // put(item, 16 floats)
 template <class Put>
 inline void norm_row(const float* x, const float* gain, int size, float epsilon, const Put& put) {
-  __m512 sum = _mm512_setzero_ps();
+  Floats sum = zeros();
   for (int i = 0; i < size; i += 16) {
-    __m512 v = _mm512_loadu_ps(x + i);
-    sum = _mm512_fmadd_ps(v, v, sum);
+    Floats v = load16(x + i);
+    sum = fmadd(v, v, sum);
   }
-  __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(sum) / float(size) + epsilon));
+  Floats scale = spread(1.0f / std::sqrt(sum_of(sum) / float(size) + epsilon));
   for (int i = 0; i < size; i += 16)
-    put(i, _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(x + i), scale), _mm512_loadu_ps(gain + i)));
+    put(i, mul(mul(load16(x + i), scale), load16(gain + i)));
 }
 
 inline bool all_finite(const float* x, int size) {
-  __m512 sum = _mm512_setzero_ps();
-  for (int i = 0; i < size; i += 16) sum = _mm512_fmadd_ps(_mm512_loadu_ps(x + i), _mm512_setzero_ps(), sum);
-  return _mm512_reduce_add_ps(sum) == 0.0f;
+  Floats sum = zeros();
+  for (int i = 0; i < size; i += 16) sum = fmadd(load16(x + i), zeros(), sum);
+  return sum_of(sum) == 0.0f;
 }
 
 template <class E>
@@ -162,7 +162,7 @@ class Model {
     E* to = few ? own.normed_few : normed_;
     for (int t = mine.first; t < mine.stop; ++t)
       norm_row(x_ + size_t(t) * m_.hidden, gain, m_.hidden, m_.epsilon,
-               [&](int i, __m512 v) { store16(place(to, m_.hidden / STEP, t, i), v); });
+               [&](int i, Floats v) { store16(place(to, m_.hidden / STEP, t, i), v); });
     if (!few) team_.barrier();
     return to;
   }
@@ -172,7 +172,7 @@ class Model {
     Range rows = share(tokens, own);
     for (int t = rows.first; t < rows.stop; ++t) {
       const E* from = static_cast<const E*>(m_.embedding) + size_t(step.ids[t]) * hidden;
-      for (int i = 0; i < hidden; i += 16) _mm512_storeu_ps(x_ + size_t(t) * hidden + i, load16(from + i));
+      for (int i = 0; i < hidden; i += 16) store16(x_ + size_t(t) * hidden + i, load16(from + i));
     }
     team_.barrier();
     for (int layer = 0; layer < m_.layers; ++layer) run_layer(layer, step, own, workspace);
@@ -187,15 +187,15 @@ class Model {
     const int hidden = m_.hidden;
     for (int i = share(step.rows, own).first; i < share(step.rows, own).stop; ++i)
       norm_row(x_ + size_t(step.wanted[i]) * hidden, m_.norm_out, hidden, m_.epsilon,
-               [&](int k, __m512 v) { store16(place(normed_, hidden / STEP, i, k), v); });
+               [&](int k, Floats v) { store16(place(normed_, hidden / STEP, i, k), v); });
     team_.barrier();
     Weights<E> head{static_cast<const E*>(m_.head), hidden / STEP, (m_.vocab + 31) / 32};
     Range mine = share(head.panels, own);
-    gemm(step.rows, normed_, head, mine.first, mine.stop, [&](int r, int p, __m512 a, __m512 b) {
+    gemm(step.rows, normed_, head, mine.first, mine.stop, [&](int r, int p, Floats a, Floats b) {
       float* to = step.logits + size_t(r) * m_.vocab + p * 32;
       int left = m_.vocab - p * 32;
-      _mm512_mask_storeu_ps(to, left >= 16 ? 0xffff : (1u << left) - 1, a);
-      if (left > 16) _mm512_mask_storeu_ps(to + 16, left >= 32 ? 0xffff : (1u << (left - 16)) - 1, b);
+      store_first(to, left, a);
+      if (left > 16) store_first(to + 16, left - 16, b);
     });
   }
 
@@ -207,7 +207,7 @@ class Model {
       const int first = step.pool[2 * p], stop = first + step.pool[2 * p + 1];
       for (int t = std::max(rows.first, first); t < std::min(rows.stop, stop); ++t) {
         float* x = x_ + size_t(t) * hidden;
-        norm_row(x, m_.norm_out, hidden, m_.epsilon, [x](int i, __m512 v) { _mm512_storeu_ps(x + i, v); });
+        norm_row(x, m_.norm_out, hidden, m_.epsilon, [x](int i, Floats v) { store16(x + i, v); });
       }
     }
     team_.barrier();
@@ -215,10 +215,10 @@ class Model {
     for (int p = 0; p < step.pools; ++p)
       for (int i = 16 * mine.first; i < 16 * mine.stop; i += 16) {
         float* sum = step.sums + size_t(p) * hidden + i;
-        __m512 v = _mm512_loadu_ps(sum);
+        Floats v = load16(sum);
         for (int t = step.pool[2 * p]; t < step.pool[2 * p] + step.pool[2 * p + 1]; ++t)
-          v = _mm512_add_ps(v, _mm512_loadu_ps(x_ + size_t(t) * hidden + i));
-        _mm512_storeu_ps(sum, v);
+          v = add(v, load16(x_ + size_t(t) * hidden + i));
+        store16(sum, v);
       }
   }
 
@@ -232,26 +232,26 @@ class Model {
     Paged paged = paged_;
     paged.window = part.window;
     attend<E>(paged, static_cast<const E*>(memory_[layer]), spans_, queries_, workspace, next_[layer],
-              [&](int row, int item, __m512 v) { store16(place(mixed_, int(q_items) / STEP, row, item), v); });
+              [&](int row, int item, Floats v) { store16(place(mixed_, int(q_items) / STEP, row, item), v); });
     team_.barrier();
-    auto add = [&](int r, int p, __m512 a, __m512 b) {
+    auto add_on = [&](int r, int p, Floats a, Floats b) {
       float* to = x_ + size_t(r) * hidden + p * 32;
-      _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), a));
-      _mm512_storeu_ps(to + 16, _mm512_add_ps(_mm512_loadu_ps(to + 16), b));
+      store16(to, add(load16(to), a));
+      store16(to + 16, add(load16(to + 16), b));
     };
     Range mine = share(hidden / 32, own);
     gemm(tokens, mixed_, Weights<E>{static_cast<const E*>(part.out), int(q_items) / STEP, hidden / 32}, mine.first,
-         mine.stop, add);
+         mine.stop, add_on);
     team_.barrier();
     const E* normed = norm(tokens, part.norm_mid, own);
     Range inner = share(m_.inner / 16, own);
     gemm(tokens, normed, Weights<E>{static_cast<const E*>(part.gate_up), hidden / STEP, m_.inner / 16}, inner.first,
-         inner.stop, [&](int r, int p, __m512 gate, __m512 rise) {
-           store16(place(inner_, m_.inner / STEP, r, p * 16), _mm512_mul_ps(silu16<E>(gate), rise));
+         inner.stop, [&](int r, int p, Floats gate, Floats rise) {
+           store16(place(inner_, m_.inner / STEP, r, p * 16), mul(silu16<E>(gate), rise));
          });
     team_.barrier();
     gemm(tokens, inner_, Weights<E>{static_cast<const E*>(part.down), m_.inner / STEP, hidden / 32}, mine.first, mine.stop,
-         add);
+         add_on);
     team_.barrier();
   }
 
@@ -262,9 +262,9 @@ class Model {
     const size_t width = size_t(heads) * dim;
     Range mine = share(heads, own);
     gemm(step.tokens, normed, Weights<E>{static_cast<const E*>(part.qkv), m_.hidden / STEP, heads * panels},
-         mine.first * panels, mine.stop * panels, [&](int r, int p, __m512 a, __m512 b) {
+         mine.first * panels, mine.stop * panels, [&](int r, int p, Floats a, Floats b) {
            float* to = raw_ + r * width + size_t(p) * 32;
-           _mm512_storeu_ps(to, a), _mm512_storeu_ps(to + 16, b);
+           store16(to, a), store16(to + 16, b);
          });
     for (const Span& span : spans_)
       for (int i = 0; i < span.count; ++i) {
@@ -275,10 +275,10 @@ class Model {
           float* x = raw_ + t * width + size_t(h) * dim;
           if (part.qkv_bias)
             for (int d = 0; d < dim; d += 16)
-              _mm512_storeu_ps(x + d, _mm512_add_ps(_mm512_loadu_ps(x + d), _mm512_loadu_ps(part.qkv_bias + size_t(h) * dim + d)));
+              store16(x + d, add(load16(x + d), load16(part.qkv_bias + size_t(h) * dim + d)));
           const bool is_query = h < m_.heads, is_key = !is_query && h < m_.heads + m_.kv_heads;
           const float* gain = is_query ? part.query_norm : is_key ? part.key_norm : nullptr;
-          if (gain) norm_row(x, gain, dim, m_.epsilon, [x](int i, __m512 v) { _mm512_storeu_ps(x + i, v); });
+          if (gain) norm_row(x, gain, dim, m_.epsilon, [x](int i, Floats v) { store16(x + i, v); });
           int kv = h - m_.heads - (is_key ? 0 : m_.kv_heads);
           E* to = is_query ? queries_ + size_t(t) * m_.heads * dim + size_t(h) * dim
                            : block + size_t(is_key ? kv : m_.kv_heads + kv) * m_.block_size * dim +
@@ -286,17 +286,17 @@ class Model {
           if (is_query || is_key)
             rotate(x, m_.cosine + size_t(position) * (dim / 2), m_.sine + size_t(position) * (dim / 2), dim / 2, to);
           else
-            for (int d = 0; d < dim; d += 16) store16(to + d, _mm512_loadu_ps(x + d));
+            for (int d = 0; d < dim; d += 16) store16(to + d, load16(x + d));
         }
       }
   }
 
   static void rotate(const float* x, const float* cosine, const float* sine, int half, E* to) {
     for (int d = 0; d < half; d += 16) {
-      __m512 a = _mm512_loadu_ps(x + d), b = _mm512_loadu_ps(x + half + d);
-      __m512 c = _mm512_loadu_ps(cosine + d), s = _mm512_loadu_ps(sine + d);
-      store16(to + d, _mm512_fmsub_ps(a, c, _mm512_mul_ps(b, s)));
-      store16(to + half + d, _mm512_fmadd_ps(b, c, _mm512_mul_ps(a, s)));
+      Floats a = load16(x + d), b = load16(x + half + d);
+      Floats c = load16(cosine + d), s = load16(sine + d);
+      store16(to + d, fmsub(a, c, mul(b, s)));
+      store16(to + half + d, fmadd(b, c, mul(a, s)));
     }
   }
 

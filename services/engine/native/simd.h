@@ -7,14 +7,10 @@
 // order that depends on k alone, so a row's result is the same in any company.
 #pragma once
 
-#include <immintrin.h>
-
 #include <cmath>
-#include <cstddef>
-#include <cstdint>
 #include <cstring>
 
-#define INLINE inline __attribute__((always_inline))
+#include "vectors.h"
 
 namespace pdray {
 
@@ -26,86 +22,45 @@ struct bf16 {
   uint16_t bits;
 };
 
-// 16 floats from and to memory of either type.
-INLINE __m512 load16(const float* p) { return _mm512_loadu_ps(p); }
-INLINE __m512 load16(const bf16* p) {
-  return _mm512_castsi512_ps(
-      _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
+INLINE Floats load16(const bf16* p) {
+  return as_floats(up16(widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))));
 }
-INLINE void store16(float* p, __m512 x) { _mm512_storeu_ps(p, x); }
-
-// To nearest even; NaN stays NaN.
-INLINE __m256i narrow16(__m512 x) {
-#if defined(__AVX512BF16__)
-  return (__m256i)_mm512_cvtneps_pbh(x);
-#else
-  __m512i bits = _mm512_castps_si512(x);
-  __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-  __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-  rounded = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc00000));
-  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
-#endif
-}
-INLINE void store16(bf16* p, __m512 x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow16(x)); }
+INLINE void store16(bf16* p, Floats x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow16(x)); }
 
 // 2^x for x up to 100; exactly 0 below -126, also for -inf, as denormal results take a hundred cycles each. Relative
 // error 3e-6 for bf16, 1e-7 for float. The polynomials are least-maximum fits on [-0.5, 0.5].
 template <class E>
-INLINE __m512 exp2_16(__m512 x) {
-  const __mmask16 some = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);  // NaN stays NaN
-  __m512 n = _mm512_roundscale_ps(x, 8), r = _mm512_sub_ps(x, n), y;
+INLINE Floats exp2_16(Floats x) {
+  const Mask some = not_below(x, spread(-126.0f));  // NaN stays NaN
+  Floats n = nearest(x), r = sub(x, n), y;
   if constexpr (sizeof(E) == 2) {
-    y = _mm512_fmadd_ps(_mm512_set1_ps(9.570096662e-3f), r, _mm512_set1_ps(5.591785991e-2f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(2.402474496e-1f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(6.931218148e-1f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(9.999992614e-1f));
+    y = fmadd(spread(9.570096662e-3f), r, spread(5.591785991e-2f));
+    y = fmadd(y, r, spread(2.402474496e-1f));
+    y = fmadd(y, r, spread(6.931218148e-1f));
+    y = fmadd(y, r, spread(9.999992614e-1f));
   } else {
-    y = _mm512_fmadd_ps(_mm512_set1_ps(1.534580752e-4f), r, _mm512_set1_ps(1.339993118e-3f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(9.618488974e-3f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(5.550328777e-2f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(2.402264689e-1f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(6.931472057e-1f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f));
+    y = fmadd(spread(1.534580752e-4f), r, spread(1.339993118e-3f));
+    y = fmadd(y, r, spread(9.618488974e-3f));
+    y = fmadd(y, r, spread(5.550328777e-2f));
+    y = fmadd(y, r, spread(2.402264689e-1f));
+    y = fmadd(y, r, spread(6.931472057e-1f));
+    y = fmadd(y, r, spread(1.0f));
   }
-  return _mm512_maskz_scalef_ps(some, y, n);
+  return where_or_zero(some, times_power(y, n));
 }
 
 constexpr float LOG2E = 1.44269504088896341f;
 
 // x / (1 + exp(-x)); NaN stays NaN.
 template <class E>
-INLINE __m512 silu16(__m512 x) {
-  __m512 e = exp2_16<E>(_mm512_min_ps(_mm512_set1_ps(100.0f), _mm512_mul_ps(x, _mm512_set1_ps(-LOG2E))));
-  __m512 below = _mm512_add_ps(e, _mm512_set1_ps(1.0f));
+INLINE Floats silu16(Floats x) {
+  Floats e = exp2_16<E>(min(spread(100.0f), mul(x, spread(-LOG2E))));
+  Floats below = add(e, spread(1.0f));
   if constexpr (sizeof(E) == 2) {
-    __m512 inverse = _mm512_rcp14_ps(below);
-    return _mm512_mul_ps(x, _mm512_mul_ps(inverse, _mm512_fnmadd_ps(below, inverse, _mm512_set1_ps(2.0f))));
+    Floats guess = inverse(below);
+    return mul(x, mul(guess, fnmadd(below, guess, spread(2.0f))));
   }
-  return _mm512_div_ps(x, below);
-}
-
-// A 16 x 16 matrix of 32-bit items, transposed in registers.
-INLINE void transpose16(const __m512i in[16], __m512i out[16]) {
-  __m512i t[16], u[16];
-  for (int i = 0; i < 8; ++i) {
-    t[2 * i] = _mm512_unpacklo_epi32(in[2 * i], in[2 * i + 1]);
-    t[2 * i + 1] = _mm512_unpackhi_epi32(in[2 * i], in[2 * i + 1]);
-  }
-  for (int i = 0; i < 4; ++i) {
-    u[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
-    u[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
-    u[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
-    u[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
-  }
-  for (int i = 0; i < 4; ++i) {
-    __m512i a = _mm512_shuffle_i32x4(u[i], u[4 + i], 0x88), b = _mm512_shuffle_i32x4(u[8 + i], u[12 + i], 0x88);
-    __m512i c = _mm512_shuffle_i32x4(u[i], u[4 + i], 0xdd), d = _mm512_shuffle_i32x4(u[8 + i], u[12 + i], 0xdd);
-    out[i] = _mm512_shuffle_i32x4(a, b, 0x88);
-    out[8 + i] = _mm512_shuffle_i32x4(a, b, 0xdd);
-    out[4 + i] = _mm512_shuffle_i32x4(c, d, 0x88);
-    out[12 + i] = _mm512_shuffle_i32x4(c, d, 0xdd);
-  }
+  return div(x, below);
 }
 
 // ---------------------------------------------------------------------------------------------------- multiply-add
@@ -146,43 +101,52 @@ INLINE E* place(E* blocked, int steps, int row, int item) {
 template <int ROWS, bool ADD>
 inline void dot_rows(const bf16* a, Strides by, const bf16* tiles, size_t tile_step, int steps, float* c, size_t ldc,
                      size_t ahead = 0) {
-  __m512 sum[ROWS];
-  for (int r = 0; r < ROWS; ++r) sum[r] = ADD ? _mm512_loadu_ps(c + r * ldc) : _mm512_setzero_ps();
+  if constexpr (ROWS > MOST_ROWS) {
+    dot_rows<MOST_ROWS, ADD>(a, by, tiles, tile_step, steps, c, ldc, ahead);
+    dot_rows<ROWS - MOST_ROWS, ADD>(a + MOST_ROWS * by.row, by, tiles, tile_step, steps, c + MOST_ROWS * ldc, ldc);
+    return;
+  }
+  Floats sum[ROWS];
+  for (int r = 0; r < ROWS; ++r) sum[r] = ADD ? load16(c + r * ldc) : zeros();
   for (int s = 0; s < steps; ++s, tiles += tile_step, a += by.step) {
     for (int p = 0; p < STEP / 2; ++p) {
-      __m512i b = _mm512_loadu_si512(tiles + p * 2 * WIDE);
+      Words b = load_words(tiles + p * 2 * WIDE);
       _mm_prefetch(reinterpret_cast<const char*>(tiles + p * 2 * WIDE + ahead), _MM_HINT_T1);
 #if !defined(__AVX512BF16__)
-      __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(b, 16));
-      __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(b, _mm512_set1_epi32(int(0xffff0000))));
+      Floats even = as_floats(up16(b)), odd = as_floats(upper(b));
 #endif
       for (int r = 0; r < ROWS; ++r) {
         int32_t pair;
         std::memcpy(&pair, a + r * by.row + 2 * p, 4);
 #if defined(__AVX512BF16__)
-        sum[r] = _mm512_dpbf16_ps(sum[r], (__m512bh)_mm512_set1_epi32(pair), (__m512bh)b);
+        sum[r] = _mm512_dpbf16_ps(sum[r], (__m512bh)spread_words(pair), (__m512bh)b);
 #else
-        sum[r] = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_set1_epi32(pair << 16)), even, sum[r]);
-        sum[r] = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_set1_epi32(pair & int(0xffff0000))), odd, sum[r]);
+        sum[r] = fmadd(spread_low(pair), even, sum[r]);
+        sum[r] = fmadd(spread_high(pair), odd, sum[r]);
 #endif
       }
     }
   }
-  for (int r = 0; r < ROWS; ++r) _mm512_storeu_ps(c + r * ldc, sum[r]);
+  for (int r = 0; r < ROWS; ++r) store16(c + r * ldc, sum[r]);
 }
 
 template <int ROWS, bool ADD>
 inline void dot_rows(const float* a, Strides by, const float* tiles, size_t tile_step, int steps, float* c, size_t ldc,
                      size_t ahead = 0) {
-  __m512 sum[ROWS];
-  for (int r = 0; r < ROWS; ++r) sum[r] = ADD ? _mm512_loadu_ps(c + r * ldc) : _mm512_setzero_ps();
+  if constexpr (ROWS > MOST_ROWS) {
+    dot_rows<MOST_ROWS, ADD>(a, by, tiles, tile_step, steps, c, ldc, ahead);
+    dot_rows<ROWS - MOST_ROWS, ADD>(a + MOST_ROWS * by.row, by, tiles, tile_step, steps, c + MOST_ROWS * ldc, ldc);
+    return;
+  }
+  Floats sum[ROWS];
+  for (int r = 0; r < ROWS; ++r) sum[r] = ADD ? load16(c + r * ldc) : zeros();
   for (int s = 0; s < steps; ++s, tiles += tile_step, a += by.step)
     for (int k = 0; k < STEP; ++k) {
-      __m512 b = _mm512_loadu_ps(tiles + k * WIDE);
+      Floats b = load16(tiles + k * WIDE);
       _mm_prefetch(reinterpret_cast<const char*>(tiles + k * WIDE + ahead), _MM_HINT_T1);
-      for (int r = 0; r < ROWS; ++r) sum[r] = _mm512_fmadd_ps(_mm512_set1_ps(a[r * by.row + k]), b, sum[r]);
+      for (int r = 0; r < ROWS; ++r) sum[r] = fmadd(spread(a[r * by.row + k]), b, sum[r]);
     }
-  for (int r = 0; r < ROWS; ++r) _mm512_storeu_ps(c + r * ldc, sum[r]);
+  for (int r = 0; r < ROWS; ++r) store16(c + r * ldc, sum[r]);
 }
 
 // The same for 1 to 16 rows; `a` must be readable for 16.
