@@ -60,7 +60,7 @@ class EngineConfig:
     attention: str = "auto"
     """Attention backend: ``native``, ``reference`` (plain torch, the oracle), or ``auto``: the fastest that works."""
     kernels: str = "auto"
-    """Native kernels: ``auto``, ``amx``, ``avx512_bf16``, ``avx512``, ``avx2``, ``off``; compiled at the first start."""
+    """Native kernels: ``auto``, ``amx``, ``avx512_bf16``, ``avx512``, ``avx2``, ``off``; compiled at first start."""
     batch_invariant: bool = False
     """Refuse to start unless a sequence's tokens never depend on neighbours, chunks or cache hits, in bfloat16 too."""
     steps_kept: int = 256
