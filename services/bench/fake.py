@@ -90,9 +90,9 @@ class FakeServer:
         return f"cmpl-{number}", dataclasses.replace(self.default, **scripted, **body.get("fake", {}))
 
     def prompt(self, body: dict[str, Any]) -> list[Any]:
-        """Ids, or words of a text."""
+        """Ids, or words of a text; a picture is one."""
         if "messages" in body:
-            return " ".join(str(m.get("content")) for m in body["messages"]).split()
+            return [word for message in body["messages"] for word in _words(message.get("content"))]
         prompt = body.get("prompt", "")
         return prompt.split() if isinstance(prompt, str) else list(prompt)
 
@@ -258,6 +258,12 @@ class _Shape:
     def whole(self, text: str, usage: dict[str, Any] | None) -> dict[str, Any]:
         said: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if self._is_chat else {"text": text}
         return {**self._common, "choices": [{"index": 0, "finish_reason": "length", **said}], "usage": usage}
+
+
+def _words(content: Any) -> list[str]:
+    if not isinstance(content, list):
+        return str(content).split()
+    return [w for part in content for w in (str(part["text"]).split() if part.get("type") == "text" else [str(part)])]
 
 
 def _event(data: Any) -> bytes:

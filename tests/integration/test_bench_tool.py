@@ -161,6 +161,17 @@ async def test_totals_are_right_however_the_answer_is_cut(
     assert (result["mean_tpot_ms"] is None) == (tokens < 2 or chunks < 2)
 
 
+async def test_pictures_are_sent_and_counted() -> None:
+    async with fake() as (server, port):
+        result, _ = await run(
+            port, "--endpoint", "/v1/chat/completions", "--dataset-name", "random-mm", "--num-prompts", "3",
+            "--random-mm-bucket-config", "{(64, 64, 1): 1}", "--random-mm-base-items-per-request", "2",
+            "--random-input-len", "20", "--random-output-len", "4",
+        )  # fmt: skip
+        assert [request["prompt_tokens"] for request in server.requests] == [22] * 3
+    assert (result["completed"], result["num_pictures"], result["total_output_tokens"]) == (3, 6, 12)
+
+
 async def test_a_server_without_usage_makes_the_run_invalid() -> None:
     async with fake(has_usage=False) as (_, port):
         result, _ = await run(port, "--num-prompts", "2", *SMALL)

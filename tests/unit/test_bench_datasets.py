@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -15,13 +19,14 @@ from services.bench.load.client import CHAT, COMPLETIONS, Form
 from services.bench.load.conversations import MultiTurn
 from services.bench.load.job import every
 from services.bench.load.options import parser
+from services.bench.load.pictures import jpeg, parse_sizes
 from services.bench.load.plan import Plan, make_plan
 from services.bench.load.prompts import IdRange, num_tokens
 from services.bench.load.sharegpt import ShareGpt, estimate, read_sharegpt, tokenizer_count
 from services.bench.load.tenants import Tenants
 from services.bench.load.trace import AUTO, Replay, read_trace
 from services.bench.load.trace_forms import AZURE, BURSTGPT
-from services.bench.load.workloads import RandomLengths
+from services.bench.load.workloads import Picture, RandomLengths
 
 AZURE_ROWS = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44
@@ -213,3 +218,62 @@ def test_tenants_that_make_no_sense_are_refused_without_their_keys(
 def test_a_cancellation_rate_is_in_percent(percent: str) -> None:
     with pytest.raises(ConfigError, match="--request-cancellation-rate"):
         plan("--request-cancellation-rate", percent)
+
+
+MM = ("--dataset-name", "random-mm", "--endpoint", CHAT)
+
+
+def test_pictures_come_in_the_sizes_and_numbers_asked_for() -> None:
+    sizes = "{(48, 64, 1): 0.75, (96, 32, 1): 0.25}"
+    options = (
+        *MM,
+        "--random-mm-bucket-config",
+        sizes,
+        "--random-mm-base-items-per-request",
+        "2",
+        "--num-prompts",
+        "400",
+    )
+    made = plan(*options, "--random-mm-num-mm-items-range-ratio", "0.5")
+    counts = Counter(len(job.item.pictures) for job in made.jobs)
+    assert set(counts) == {1, 2, 3}
+    assert min(counts.values()) > 400 / 3 * 0.7
+    drawn = Counter((picture.height, picture.width) for job in made.jobs for picture in job.item.pictures)
+    assert made.num_pictures == drawn.total()
+    assert drawn[48, 64] / drawn.total() == pytest.approx(0.75, abs=0.05)
+    assert plan(*options).jobs == plan(*options).jobs != plan(*options, "--seed", "1").jobs
+
+
+def test_a_request_with_pictures_is_text_and_data_urls_of_jpegs() -> None:
+    item = plan(*MM, "--random-mm-bucket-config", "{(50, 70, 1): 1}", "--random-input-len", "3").jobs[0].item
+    form = Form(endpoint=CHAT, model="m", ids=None)
+    (message,) = json.loads(form.body(item))["messages"]
+    words, picture = message["content"]
+    assert (words["type"], len(words["text"].split())) == ("text", 3)
+    head, _, data = picture["image_url"]["url"].partition(",")
+    shown = Image.open(io.BytesIO(base64.b64decode(data, validate=True)))
+    assert (head, shown.format, shown.size) == ("data:image/jpeg;base64", "JPEG", (70, 50))
+    assert form.body(item) == form.body(item)
+    assert len({jpeg(Picture(16, 16, (0, i))) for i in range(20)}) == 20
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--endpoint", COMPLETIONS), "needs --endpoint"),
+        (("--random-mm-bucket-config", "{(1, 2): 1}"), "bucket-config"),
+        (("--random-mm-bucket-config", "{(1, 2, 8): 1}"), "bucket-config"),
+        (("--random-mm-bucket-config", "{(1, 2, 1): 0}"), "bucket-config"),
+        (("--random-mm-bucket-config", "{(0, 2, 1): 1}"), "bucket-config"),
+        (("--random-mm-bucket-config", "{}"), "bucket-config"),
+        (("--random-mm-bucket-config", "open('x')"), "bucket-config"),
+        (("--random-mm-num-mm-items-range-ratio", "2"), "range-ratio"),
+    ],
+)
+def test_wrong_pictures_are_refused(options: tuple[str, ...], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        plan(*MM, *options)
+
+
+def test_sizes_are_read_as_they_are_written() -> None:
+    assert parse_sizes("{(256, 256, 1): 0.5, (720, 1280, 1): 0.5}") == {(256, 256): 0.5, (720, 1280): 0.5}

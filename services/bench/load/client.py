@@ -11,6 +11,7 @@ from typing import Any
 from services.bench.load.answer import Answer
 from services.bench.load.http import Clock, HttpError, Pool, Reply
 from services.bench.load.job import Job as Job
+from services.bench.load.pictures import data_url
 from services.bench.load.prompts import IdRange, text, token_ids
 from services.bench.load.records import Record
 from services.bench.load.workloads import Item
@@ -43,6 +44,8 @@ class Form:
         if self.endpoint == CHAT:
             said = [*before, words(item)]
             data["messages"] = [{"role": ("user", "assistant")[i % 2], "content": x} for i, x in enumerate(said)]
+            if item.pictures:
+                data["messages"][-1]["content"] = parts(item)
         else:
             data["prompt"] = self._prompt(item, before)
         if self.temperature is not None:
@@ -60,6 +63,12 @@ class Form:
 def words(item: Item) -> str:
     """What an item asks, as text."""
     return item.text or text(item.prompt)
+
+
+def parts(item: Item) -> list[dict[str, Any]]:
+    """What an item asks, as text and pictures."""
+    pictures = [{"type": "image_url", "image_url": {"url": data_url(picture)}} for picture in item.pictures]
+    return [{"type": "text", "text": words(item)}, *pictures]
 
 
 class Client:

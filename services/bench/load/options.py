@@ -31,7 +31,7 @@ prompts by tokens:
   it takes none, and for /v1/chat/completions, prompts are common English words, one for each token: most tokenizers
   count them as that, but not all. What counted in the end is in the result: total_input_tokens, from usage.
 """
-DATASETS = ("random", "prefix_repetition", "multi_turn", "sharegpt", "timed_trace")
+DATASETS = ("random", "random-mm", "prefix_repetition", "multi_turn", "sharegpt", "timed_trace")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -53,6 +53,7 @@ def add_load(made: argparse.ArgumentParser) -> None:
     _server(made.add_argument_group("server"))
     _load(made.add_argument_group("load"))
     _random(made.add_argument_group("dataset random"))
+    _pictures(made.add_argument_group("dataset random-mm: as random, with pictures"))
     _prefixes(made.add_argument_group("dataset prefix_repetition"))
     _turns(made.add_argument_group("dataset multi_turn: conversations, each turn with all that was said before"))
     _sharegpt(made.add_argument_group("dataset sharegpt: a JSON file of conversations, given by --dataset-path"))
@@ -107,6 +108,14 @@ def _random(group: Any) -> None:
     add("--random-prefix-len", type=count, default=0, help="tokens that all prompts begin with; default: %(default)s")
     add("--random-long-share", type=float, default=0.0, help="part of the prompts that are long; default: %(default)s")
     add("--random-long-len", type=whole, default=1500, help="tokens of those; default: %(default)s")
+
+
+def _pictures(group: Any) -> None:
+    add = group.add_argument
+    add("--random-mm-base-items-per-request", type=count, default=1, help="pictures; default: %(default)s")
+    add("--random-mm-num-mm-items-range-ratio", type=float, default=0.0, help="their number varies by this part")
+    sizes = "{(256, 256, 1): 0.5, (720, 1280, 1): 0.5}"
+    add("--random-mm-bucket-config", default=sizes, metavar="SIZES", help="height, width, 1; default: %(default)s")
 
 
 def _prefixes(group: Any) -> None:

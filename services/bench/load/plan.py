@@ -12,8 +12,10 @@ import numpy as np
 
 from kvstore.errors import ConfigError
 from services.bench.load.arrivals import Ramp, ramped, steady, unit_gaps
+from services.bench.load.client import CHAT
 from services.bench.load.conversations import MultiTurn
 from services.bench.load.job import Job, every
+from services.bench.load.pictures import RandomPictures, parse_sizes
 from services.bench.load.prompts import num_tokens, shared_tokens
 from services.bench.load.sharegpt import ShareGpt, read_sharegpt, tokenizer_count
 from services.bench.load.tenants import Tenants
@@ -21,7 +23,7 @@ from services.bench.load.trace import Replay, read_trace
 from services.bench.load.workloads import Item, RandomLengths, SharedPrefixes
 
 DEFAULT_PROMPTS = 100
-MULTI_TURN, SHAREGPT, TRACE = "multi_turn", "sharegpt", "timed_trace"
+MULTI_TURN, SHAREGPT, TRACE, PICTURES = "multi_turn", "sharegpt", "timed_trace", "random-mm"
 _WARMUP_SEED, _ARRIVAL_SEED, _CANCEL_SEED = 2**32, 2**33, 2**34  # apart from any seed that prompts use
 
 
@@ -43,6 +45,10 @@ class Plan:
     def input_tokens(self) -> int:
         """Of all prompts, as planned."""
         return sum(num_tokens(job.item.prompt) + job.item.context_tokens for job in every(self.jobs))
+
+    @property
+    def num_pictures(self) -> int:
+        return sum(len(job.item.pictures) for job in every(self.jobs))
 
     @property
     def output_tokens(self) -> int:
@@ -124,7 +130,7 @@ def _with_cancels(options: argparse.Namespace, jobs: list[Job]) -> list[Job]:
     return [marked(job) for job in jobs]
 
 
-def _workload(options: argparse.Namespace) -> RandomLengths | SharedPrefixes | MultiTurn | ShareGpt:
+def _workload(options: argparse.Namespace) -> RandomLengths | SharedPrefixes | MultiTurn | ShareGpt | RandomPictures:
     """For a trace: short unrelated prompts, for its warm-ups."""
     name = options.dataset_name
     if name == "prefix_repetition":
@@ -155,13 +161,25 @@ def _workload(options: argparse.Namespace) -> RandomLengths | SharedPrefixes | M
         )
     if name == TRACE:
         return RandomLengths(input_tokens=64, output_tokens=8)
-    return RandomLengths(
+    lengths = RandomLengths(
         input_tokens=options.random_input_len,
         output_tokens=options.random_output_len,
         range_ratio=options.random_range_ratio,
         prefix_tokens=options.random_prefix_len,
         long_share=options.random_long_share,
         long_tokens=options.random_long_len,
+    )
+    return _pictures(options, lengths) if name == PICTURES else lengths
+
+
+def _pictures(options: argparse.Namespace, lengths: RandomLengths) -> RandomPictures:
+    if options.endpoint != CHAT:
+        raise ConfigError(f"--dataset-name {PICTURES} needs --endpoint {CHAT}")
+    return RandomPictures(
+        lengths=lengths,
+        per_request=options.random_mm_base_items_per_request,
+        range_ratio=options.random_mm_num_mm_items_range_ratio,
+        sizes=parse_sizes(options.random_mm_bucket_config),
     )
 
 

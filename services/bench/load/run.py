@@ -81,6 +81,7 @@ def _settings(options: argparse.Namespace, plan: Plan, form: Form) -> dict[str, 
         "seed": options.seed,
         "requested_input_tokens": plan.input_tokens,
         "requested_output_tokens": plan.output_tokens,
+        "num_pictures": plan.num_pictures,
     }
 
 

@@ -30,6 +30,7 @@ from services.bench.load.server import Server, find_ids, find_server, tokenizer_
 from services.bench.load.tenants import Tenants, read_key
 
 ENCODED_AHEAD_TOKENS = 16_000_000  # about 100 MB of bodies made before the run; the rest while it waits for its due
+PIXELS_PER_TOKEN = 32  # that make bodies as long
 IsEnough = Callable[[Record], bool]
 """Told each record; True ends the run, which then is no whole one."""
 
@@ -146,6 +147,7 @@ def _encode_ahead(plan: Plan, client: Client) -> None:
     ahead = 0
     for job in plan.jobs:
         ahead += num_tokens(job.item.prompt)
+        ahead += sum(picture.height * picture.width // PIXELS_PER_TOKEN for picture in job.item.pictures)
         if ahead > ENCODED_AHEAD_TOKENS:
             break
         client.encode(job)

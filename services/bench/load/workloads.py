@@ -15,6 +15,15 @@ _PREFIX, _OWN = 1, 2
 
 
 @dataclass(frozen=True, slots=True)
+class Picture:
+    """Pixels, and what noise it shows; see `services.bench.load.pictures`."""
+
+    height: int
+    width: int
+    key: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Item:
     """One request. ``text``, where there is one, is what is sent; the prompt then only says how long it is."""
 
@@ -22,6 +31,7 @@ class Item:
     output_tokens: int
     text: str = ""
     context_tokens: int = 0  # of the turns before it, as planned
+    pictures: tuple[Picture, ...] = ()  # after the text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
