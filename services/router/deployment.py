@@ -26,6 +26,7 @@ from ray.serve.handle import DeploymentHandle
 
 from kvstore.errors import ConfigError
 from services.config import ServeConfig
+from services.router.access.hosts import serves_this_machine
 from services.router.grpc_proxied import ProxiedRpcs
 from services.router.main import Router, start_router
 from services.router.serve import PortInUse
@@ -65,7 +66,7 @@ class RouterReplica(ProxiedRpcs):
         config = await replica_config(settings, store, ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         folder = Path(model_folder) if model_folder else await asyncio.to_thread(prepare_model, config, _log.info)
         sources = [WorkerAddresses(handle) for handle in workers]
-        self._is_local = config.router.host in ("127.0.0.1", "::1", "localhost")
+        self._is_local = serves_this_machine(config.router.host)
         self._drain_s = config.worker.drain_s
         self._router = await _start(config, folder, sources)
         self._router.settle()

@@ -21,7 +21,7 @@ ANY = "*"
 
 def checks_hosts(config: ServeConfig) -> bool:
     """Whether nothing but the network keeps others from this router."""
-    return not config.access.keys_file and ANY not in config.access.hosts and _is_loopback(config.router.host)
+    return not config.access.keys_file and ANY not in config.access.hosts and serves_this_machine(config.router.host)
 
 
 def is_local(host: str, allowed: Collection[str]) -> bool:
@@ -61,5 +61,6 @@ def _is_address(name: str) -> bool:
     return True
 
 
-def _is_loopback(host: str) -> bool:
+def serves_this_machine(host: str) -> bool:
+    """Whether an address to listen on, or ``localhost``, is reached from this machine alone."""
     return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
