@@ -224,16 +224,8 @@ MM = ("--dataset-name", "random-mm", "--endpoint", CHAT)
 
 
 def test_pictures_come_in_the_sizes_and_numbers_asked_for() -> None:
-    sizes = "{(48, 64, 1): 0.75, (96, 32, 1): 0.25}"
-    options = (
-        *MM,
-        "--random-mm-bucket-config",
-        sizes,
-        "--random-mm-base-items-per-request",
-        "2",
-        "--num-prompts",
-        "400",
-    )
+    sizes = ("--random-mm-bucket-config", "{(48, 64, 1): 0.75, (96, 32, 1): 0.25}")
+    options = (*MM, *sizes, "--random-mm-base-items-per-request", "2", "--num-prompts", "400")
     made = plan(*options, "--random-mm-num-mm-items-range-ratio", "0.5")
     counts = Counter(len(job.item.pictures) for job in made.jobs)
     assert set(counts) == {1, 2, 3}

@@ -123,8 +123,7 @@ inline void pack_pairs(const float* const rows[KEYS], int count, int dim, float*
   const int steps = (count + STEP - 1) / STEP;
   for (int k = 0; k < steps * STEP; ++k)
     for (int d = 0; d < dim; d += 16)
-      store16(out + size_t(d) * steps * STEP + size_t(k) * WIDE,
-                      k < count ? load16(rows[k] + d) : zeros());
+      store16(out + size_t(d) * steps * STEP + size_t(k) * WIDE, k < count ? load16(rows[k] + d) : zeros());
 }
 
 // Weights of two neighbouring keys for 16 rows, as tiles have them.
@@ -248,8 +247,7 @@ inline void attend_few(const Paged& p, const E* layer, const Span& span, int hea
   }
   for (int r = 0; r < ROWS; ++r)
     for (int d = 0; d < dim; d += WIDE)
-      put(span.row + token, (head * ROWS + r) * dim + d,
-          mul(load16(w.sums + r * dim + d), spread(1.0f / w.total[r])));
+      put(span.row + token, (head * ROWS + r) * dim + d, mul(load16(w.sums + r * dim + d), spread(1.0f / w.total[r])));
 }
 
 #if defined(__AMX_BF16__)
