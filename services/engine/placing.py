@@ -11,6 +11,7 @@ was preempted, was passed so often, or has waited for the ageing bound.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 
 from services.engine.admission import Admission
 from services.engine.roster import Roster
@@ -32,13 +33,18 @@ class Placing:
         self._max_num_seqs = max_num_seqs
         self._batch: set[str] = set()  # groups that may run, where batching is not continuous
 
-    def candidates(self, slots: int, waiting: Counter[str]) -> tuple[list[Sequence], dict[str, int]]:
+    def candidates(
+        self, slots: int, claimed: Collection[Sequence], waiting: Counter[str]
+    ) -> tuple[list[Sequence], dict[str, int]]:
         """Unfinished prompts in order, running and queued, and the tokens each one wants.
+
+        What has just ``claimed`` room is among them though only its last token be missing: it is no decode yet.
 
         A queued one whose prefix is being computed or loaded for another is left for later: it will find the blocks.
         """
         roster = self._roster
-        found = sorted((s for s in roster.running.values() if s.num_missing_tokens > 1), key=lambda s: s.order)[:slots]
+        unfinished = (s for s in roster.running.values() if s.num_missing_tokens > 1 or s in claimed)
+        found = sorted(unfinished, key=lambda s: s.order)[:slots]
         wants = {s.seq_id: s.num_missing_tokens for s in found}
         if not roster.queue:
             return found, wants

@@ -277,15 +277,13 @@ class Scheduler:
         if self.roster.preemptions != preemptions:
             for seq_id in [k for k, work in decodes.items() if work.sequence.phase is not Phase.RUNNING]:
                 del decodes[seq_id]
-        last_tokens = [Work(s, s.num_computed_tokens, 1) for s in started if s.num_missing_tokens == 1]
-        num_decodes = len(decodes) + len(last_tokens)
-        budget = self.max_num_batched_tokens - num_decodes
-        slots = self.max_num_seqs - num_decodes
-        candidates, wants = self.placing.candidates(slots, waiting)
+        budget = self.max_num_batched_tokens - len(decodes)
+        slots = self.max_num_seqs - len(decodes)
+        candidates, wants = self.placing.candidates(slots, started, waiting)
         blocked: list[Sequence] = []
         while True:
             chosen = candidates[:slots]
-            is_alone = num_decodes + len(chosen) == 1
+            is_alone = len(decodes) + len(chosen) == 1
             longest = 0 if is_alone else self.rules.long_prefill_threshold_tokens
             grants = share_budget([wants[s.seq_id] for s in chosen], budget, longest)
             given = [(s, tokens) for s, tokens in zip(chosen, grants, strict=True) if tokens]
@@ -301,7 +299,7 @@ class Scheduler:
                 continue
             at = candidates.index(turn)
             candidates[at:] = self.placing.rest(turn, candidates[at + 1 :], blocked)
-        return [*last_tokens, *(Work(s, s.num_computed_tokens, tokens) for s, tokens in given)], tuple(started)
+        return [Work(s, s.num_computed_tokens, tokens) for s, tokens in given], tuple(started)
 
     def _is_turn_of_prompts(self) -> bool:
         """Whether this step may compute prompts, or decodes alone have it."""

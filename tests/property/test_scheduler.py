@@ -359,8 +359,14 @@ def test_choices_that_bring_outputs_along_go_on_behind_them(
     check_load(dataclasses.replace(scenario, rules=rules, prefix_cache=prefix_cache, resumes=True))
 
 
+ONE_TOKEN = Scenario(block_size=2, num_blocks=29, budget=1, max_seqs=2, seed=0, kinds=())
+"""An urgent prompt of which all but the last token is cached claims a slot, while another has the only token."""
+
+
 @settings(max_examples=120, deadline=None)
 @given(scenarios())
+@example(dataclasses.replace(ONE_TOKEN, kinds=("whole", "whole", "reserve", "whole", "whole")))
+@example(dataclasses.replace(ONE_TOKEN, kinds=("whole", "whole", "reserve", *["whole"] * 3, "hand-off", "whole")))
 def test_every_load_ends_with_right_kv_within_budget_and_with_books_that_agree(scenario: Scenario) -> None:
     check_load(scenario)
 
