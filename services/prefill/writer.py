@@ -201,7 +201,8 @@ class Writer(HandoffRole):
             return False
         wait_s = min(RETARGET_WAIT_S, handoff.live.remaining_s(self._core.clock()))
         try:
-            self._go_to(handoff, await asyncio.wait_for(handoff.retarget.get(), wait_s))
+            async with asyncio.timeout(wait_s):
+                self._go_to(handoff, await handoff.retarget.get())
         except TimeoutError:
             return False
         return True
@@ -274,10 +275,11 @@ class Writer(HandoffRole):
 
     async def _abandon(self, handoff: Handoff, reason: str) -> None:
         """Nobody wants this request any more: stop computing it, fence what is on the wire, let its blocks go."""
-        seq_id, on_wire = handoff.live.seq_id, handoff.ticket is not None and handoff.ticket.on_wire
+        seq_id = handoff.live.seq_id
         if handoff.task is not None and handoff.task is not asyncio.current_task():
             handoff.task.cancel()
             await asyncio.wait([handoff.task], timeout=1)
+        on_wire = handoff.ticket is not None and handoff.ticket.on_wire
         if on_wire:
             self._quarantines.hold(seq_id)
         self._core.send_engine(m.AbortSequence(seq_id=seq_id, quarantine=on_wire))

@@ -279,9 +279,7 @@ class WorkerCore:
     def _on_output(self, output: m.SequenceOutput) -> None:
         live = self.requests.get(output.seq_id)
         if live is None:
-            if not output.finish_reason:
-                self.send_engine(m.AbortSequence(seq_id=output.seq_id))
-            return
+            return  # the role, which was told, ends it in the engine: it alone knows whether its blocks are being read
         if output.finish_reason == "error":
             code = ErrorCode(output.error_code) if output.error_code else ErrorCode.INTERNAL
             self.spawn(self.fail(live, RequestError(code, output.error)), "fail")

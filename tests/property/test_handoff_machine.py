@@ -107,6 +107,22 @@ def test_a_lease_is_renewed_for_every_ticket_however_long_the_writer_was_idle_be
         world.close()
 
 
+@pytest.mark.parametrize("asks_once", [False, True])
+def test_blocks_that_are_being_read_stay_whenever_the_budget_ends(asks_once: bool) -> None:
+    """The first token may come between the end of a request and its fence."""
+    world = HandoffWorld(0, asks_once=asks_once)
+    try:
+        world.weather = Weather(slow_s=0.1)
+        for remaining_ms in range(1, 160):
+            driver.submit(world, [*driver.PROMPTS[4], remaining_ms], "D0", 4, remaining_ms)
+            for _ in range(30):
+                world.run_for(0.01)
+                world.check()
+        world.settle()
+    finally:
+        world.close()
+
+
 def test_random_lives_end_well_and_walk_every_arrow_on_both_sides() -> None:
     """The same events, drawn so that requests get further."""
     commits, arrows = 0, set[tuple[str, str]]()
